@@ -1,0 +1,23 @@
+# Everything happens in a virtual environment of this repository; both commands set it up on a fresh machine.
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,210 @@
+"""ActivationCheckpointing: the one object most users touch."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_ckpt.monitor import StepMonitor, callbacks_of
+from lightning_ckpt.recompute import Recompute, attach, attached, detach
+from lightning_ckpt.recompute.foreign import find_foreign
+from lightning_ckpt.recompute.inspection import CHECKPOINTS_ITSELF, KEEPS_CACHE
+from lightning_ckpt.selection import Selection, SelectionError, select_layers
+from lightning_ckpt.selection.select import check_every_n_layers
+from lightning_ckpt.selection.summary import shorten_names
+from lightning_ckpt.setup_shim import before_setup, forget
+
+
+class ActivationCheckpointing(pl.Callback):
+    r"""Train the same model in less memory: recompute chosen layers in backward instead of keeping their activations.
+
+    Nothing in the model changes: no wrapper modules, no renamed parameters, nothing left behind after ``fit``, and
+    checkpoints load with and without the callback. Losses, gradients and weights equal those of the plain run bit for
+    bit. What was chosen is printed once when ``fit`` starts.
+
+    Layers are looked up after ``LightningModule.setup`` and ``configure_model``, so they may be built anywhere. Hugging
+    Face layers are recomputed in eval mode too, and their key-value caches are replayed. A layer that somebody else
+    recomputes already (Hugging Face's own switch, ``checkpoint_wrapper``) is left to them, with a warning.
+
+    A ``StepMonitor`` comes along unless the Trainer has one; it logs ``memory/peak_MiB``, ``memory/saved_MiB``,
+    ``memory/avoided_MiB`` (MiB) and ``time/step_ms``, ``time/forward_ms``, ``time/backward_ms``,
+    ``time/recompute_ms`` (ms), one point per optimizer step.
+
+    Args:
+        every_n_layers: Recompute the first layer and every n-th after it, in the order of ``model.modules()``:
+            1 saves most memory, larger values recompute less. The count of Hugging Face's
+            ``activation_checkpointing_enable(every_n_layers=n)``.
+        layers: What a layer is: a class name (``GPTNeoXLayer``), a module class or its import path, a module's
+            qualified name, a glob on qualified names (``model.layers.*``), a regular expression that matches a
+            whole qualified name, or a list of these. Default: Hugging Face's layers, else the repeated blocks of
+            the model.
+        check_fn: A predicate on modules instead of ``layers``, as for PyTorch's ``apply_activation_checkpointing``.
+        enabled: Set to false to train plainly, for example to compare the curves.
+        monitor: Set to false to log no metrics.
+
+    Raises:
+        SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
+            ``check_fn`` are given, or, when ``fit`` starts, nothing was found or a pattern matches nothing.
+        MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer.
+
+    Example::
+
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ckpt import ActivationCheckpointing
+        >>> trainer = Trainer(callbacks=[ActivationCheckpointing(every_n_layers=4)])
+    """
+
+    def __init__(
+        self,
+        every_n_layers: int = 1,
+        layers: list[type[nn.Module] | str] | type[nn.Module] | str | None = None,
+        check_fn: Callable[[nn.Module], bool] | None = None,
+        enabled: bool = True,
+        monitor: bool = True,
+    ) -> None:
+        check_every_n_layers(every_n_layers)
+        if layers is not None and check_fn is not None:
+            raise SelectionError("Give either `layers` or `check_fn`, not both.")
+        self.every_n_layers = every_n_layers
+        self.layers = layers
+        self.check_fn = check_fn
+        self.enabled = enabled
+        self.monitor = monitor
+        self.selection: Selection | None = None
+        self._recomputed: list[Recompute] = []
+        self._arm: Callable[[], None] | None = None
+        self._reported = False
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in ("every_n_layers", "layers", "check_fn", "enabled")}
+        given = {name: value for name, value in shown.items() if value is not None and value is not True}
+        return f"ActivationCheckpointing({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._add_monitor(trainer)
+        if not self.enabled:
+            rank_zero_info(f"{self!r}: off, no layer is recomputed.")
+            return
+        self._reported = False
+        # `configure_model` has not run yet, and `on_fit_start` is too late: the strategy has wrapped the model by then,
+        # and BatchSizeFinder has made its trials.
+        self._arm = lambda: self._attach(trainer, pl_module)
+        before_setup(trainer.strategy, self._arm)
+
+    def _add_monitor(self, trainer: pl.Trainer) -> None:
+        if not self.monitor or any(isinstance(callback, StepMonitor) for callback in callbacks_of(trainer)):
+            return
+        # Right behind this callback: the Trainer is about to call `setup` of whatever follows.
+        callbacks = callbacks_of(trainer)
+        callbacks.insert(callbacks.index(self) + 1, StepMonitor())
+
+    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.selection = select_layers(
+            pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers
+        )
+        self._refuse_overlap(trainer, self.selection)
+        foreign = find_foreign(pl_module, self.selection.layers)
+        for owner in dict.fromkeys(foreign.values()):
+            names = [name for name in foreign if foreign[name] == owner]
+            rank_zero_warn(
+                f"{self!r}: {len(names)} of {len(self.selection)} chosen layers are checkpointed already, as a whole "
+                f"or in part, by {owner}, and are left to it: {shorten_names(names)}. Switch that off to have them "
+                "recomputed exactly here."
+            )
+        for name, layer in self.selection.layers.items():
+            if name not in foreign:
+                detach(layer)  # a deep copy of a model in training brings its attachment along
+                self._recomputed.append(attach(layer, name))
+        self._print()
+
+    def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:
+        others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
+        taken = {
+            id(part): (other, recompute.name)
+            for other in others
+            if other is not self
+            for recompute in other._recomputed
+            for part in recompute.layer.modules()
+        }
+        outer = {id(recompute.layer) for other in others for recompute in other._recomputed}
+        for name, layer in selection.layers.items():
+            if id(layer) in taken:
+                other, other_name = taken[id(layer)]
+            elif inside := next((part for part in layer.modules() if id(part) in outer), None):
+                other, other_name = taken[id(inside)]
+            else:
+                continue
+            raise MisconfigurationException(
+                f"Two callbacks recompute layer {name!r}: {self!r}, and {other!r} as {other_name!r}. Remove one of "
+                "them, or give each layers of its own with `layers=` or `check_fn=`. With a CLI, `--ckpt.enabled "
+                "false` switches off the one that comes from the flags."
+            )
+
+    def _print(self) -> None:
+        if not self._recomputed:
+            return
+        assert self.selection is not None
+        lines = str(self.selection).splitlines()
+        more = "print(callback.selection.table()) lists all" if len(self.selection) > 1 else ""
+        rank_zero_info("\n  ".join([f"{self!r}: recomputes in backward" + (f" ({more})" if more else ""), *lines]))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recomputed and not self._reported:
+            self._reported = True
+            self._report_first_batch()
+
+    def _report_first_batch(self) -> None:
+        idle = [recompute.name for recompute in self._recomputed if not recompute.called]
+        if idle:
+            rank_zero_warn(
+                f"{self!r}: {len(idle)} of {len(self._recomputed)} layers were not called with gradients in the first "
+                f"training batch, so nothing is saved there: {shorten_names(idle)}. If the model calls a method of "
+                "theirs other than `forward`, choose the modules inside them."
+            )
+        nested = self._with_finding(CHECKPOINTS_ITSELF)
+        if nested:
+            classes = ", ".join(dict.fromkeys(type(recompute.layer).__name__ for recompute in nested))
+            rank_zero_warn(
+                f"{self!r}: {classes} layers checkpoint a part of themselves (`torch.utils.checkpoint` in their "
+                f"forward), and that part now runs three times: {_names(nested)}. Switch one of the two off."
+            )
+        caching = self._with_finding(KEEPS_CACHE)
+        if caching:
+            rank_zero_info(
+                f"{self!r}: {len(caching)} layers fill a key-value cache in training (`use_cache=True`). It is "
+                "replayed exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
+            )
+
+    def _with_finding(self, finding: str) -> list[Recompute]:
+        return [recompute for recompute in self._recomputed if finding in recompute.findings]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._detach(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._detach(trainer)  # `teardown` does not run after an exception
+
+    def _detach(self, trainer: pl.Trainer) -> None:
+        if self._arm is not None:
+            forget(trainer.strategy, self._arm)
+            self._arm = None
+        for recompute in self._recomputed:
+            if attached(recompute.layer) is recompute:
+                recompute.detach()
+        self._recomputed.clear()
+
+
+def _names(recomputed: Iterable[Recompute]) -> str:
+    return shorten_names([recompute.name for recompute in recomputed])

@@ -1,0 +1,95 @@
+"""`--ckpt.*` flags for any LightningCLI."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_ckpt.callback import ActivationCheckpointing
+from lightning_ckpt.monitor import callbacks_of
+from lightning_ckpt.selection import SelectionError
+
+_KEY = "ckpt"
+
+
+def add_checkpoint_arguments(parser: LightningArgumentParser) -> None:
+    """Add the flags of `ActivationCheckpointing` as `--ckpt.*` to a LightningCLI's parser, and the callback with them.
+
+    `CheckpointCLI` and `CheckpointCLIMixin` call it; so can a CLI of your own, from `add_arguments_to_parser`.
+
+    Args:
+        parser: the parser that LightningCLI hands to `add_arguments_to_parser`.
+
+    Example::
+
+        class MyCLI(LightningCLI):
+            def add_arguments_to_parser(self, parser):
+                add_checkpoint_arguments(parser)
+    """
+    parser.add_lightning_class_args(ActivationCheckpointing, _KEY)
+
+
+class CheckpointCLIMixin:
+    """Put before `LightningCLI`, or a CLI of your own, among the bases: it adds the `--ckpt.*` flags.
+
+    Subclasses are free to define `add_arguments_to_parser` without calling `super()`.
+
+    Example::
+
+        class MyCLI(CheckpointCLIMixin, LightningCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_argument("--notes", type=str)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except SelectionError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
+            self.parser.error(str(error))  # type: ignore[attr-defined]
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add LightningCLI's own arguments, then the `--ckpt.*` flags."""
+        super().add_core_arguments_to_parser(parser)  # type: ignore[misc]
+        add_checkpoint_arguments(parser)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Instantiate the Trainer, and watch that a model's `configure_callbacks` does not replace the flags."""
+        trainer: pl.Trainer = super().instantiate_trainer(**kwargs)  # type: ignore[misc]
+        callback = self._get(self.config_init, _KEY)  # type: ignore[attr-defined]
+        if is_overridden("configure_callbacks", self.model, pl.LightningModule):  # type: ignore[attr-defined]
+            callbacks_of(trainer).insert(0, _ReplacedFlags(callback))
+        return trainer
+
+
+class _ReplacedFlags(pl.Callback):
+    """Warns where `LightningModule.configure_callbacks` took the place of the callback that came from the flags."""
+
+    def __init__(self, from_flags: ActivationCheckpointing) -> None:
+        self.from_flags = from_flags
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        callbacks = callbacks_of(trainer)
+        if stage == "fit" and self.from_flags not in callbacks:
+            used = [callback for callback in callbacks if isinstance(callback, ActivationCheckpointing)]
+            rank_zero_warn(
+                f"`{type(pl_module).__name__}.configure_callbacks` returns {', '.join(map(repr, used))}, which replaces "
+                f"{self.from_flags!r} from the `--{_KEY}` flags: the flags have no effect. Remove one of the two."
+            )
+
+
+class CheckpointCLI(CheckpointCLIMixin, LightningCLI):
+    """A `LightningCLI` with the flags of `ActivationCheckpointing` under `--ckpt`.
+
+    Example::
+
+        # train.py
+        from lightning_ckpt import CheckpointCLI
+
+        CheckpointCLI(MyModel, MyData)
+
+        # python train.py fit --ckpt.every_n_layers 4 --ckpt.layers GPTNeoXLayer
+    """

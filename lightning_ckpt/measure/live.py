@@ -1,0 +1,72 @@
+"""Exact live and peak bytes of tensors on a machine whose allocator does not tell: the CPU."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_ckpt.measure.storage import storages
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages while it is entered: born when an operator returns them, dead with their last owner.
+
+    What an operator allocates and frees inside itself is not seen, nor is what compiled code does. A storage that was
+    there before is counted once it is passed to `adopt`. It may be entered several times; storages born in between
+    are not counted, deaths are.
+
+    Attributes:
+        current: bytes alive now.
+        peak: the most bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else `torch.compile` would run eagerly under the mode: other kernels, other bits.
+        return True
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that are there already: parameters, gradients, optimizer state, the batch."""
+        for tensor in tensors:
+            for storage in storages(tensor):
+                self._born(storage)
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if size == 0 or key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.current -= size
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        present: set[int] | None = None
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, Tensor):
+                continue
+            for storage in storages(tensor):
+                if storage._cdata in self._alive:
+                    continue
+                if present is None:
+                    present = {
+                        s._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) for s in storages(t)
+                    }
+                if storage._cdata not in present:  # else a view, or the same storage changed in place
+                    self._born(storage)
+        return output
