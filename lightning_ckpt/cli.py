@@ -76,8 +76,8 @@ class _ReplacedFlags(pl.Callback):
         if stage == "fit" and self.from_flags not in callbacks:
             used = [callback for callback in callbacks if isinstance(callback, ActivationCheckpointing)]
             rank_zero_warn(
-                f"`{type(pl_module).__name__}.configure_callbacks` returns {', '.join(map(repr, used))}, which replaces "
-                f"{self.from_flags!r} from the `--{_KEY}` flags: the flags have no effect. Remove one of the two."
+                f"`{type(pl_module).__name__}.configure_callbacks` returns {', '.join(map(repr, used))}, which "
+                f"replaces {self.from_flags!r} from the `--{_KEY}` flags: the flags have no effect. Remove one of the two."
             )
 
 
