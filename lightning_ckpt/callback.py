@@ -74,6 +74,7 @@ class ActivationCheckpointing(pl.Callback):
         self.check_fn = check_fn
         self.enabled = enabled
         self.monitor = monitor
+        #: The layers that are recomputed, once ``fit`` has started.
         self.selection: Selection | None = None
         self._recomputed: list[Recompute] = []
         self._arm: Callable[[], None] | None = None
@@ -106,23 +107,22 @@ class ActivationCheckpointing(pl.Callback):
         callbacks.insert(callbacks.index(self) + 1, StepMonitor())
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.selection = select_layers(
-            pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers
-        )
-        self._refuse_overlap(trainer, self.selection)
-        foreign = find_foreign(pl_module, self.selection.layers)
+        chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
+        self._refuse_overlap(trainer, chosen)
+        foreign = find_foreign(pl_module, chosen.layers)
         for owner in dict.fromkeys(foreign.values()):
             names = [name for name in foreign if foreign[name] == owner]
             rank_zero_warn(
-                f"{self!r}: {len(names)} of {len(self.selection)} chosen layers are checkpointed already, as a whole "
+                f"{self!r}: {len(names)} of {len(chosen)} chosen layers are checkpointed already, as a whole "
                 f"or in part, by {owner}, and are left to it: {shorten_names(names)}. Switch that off to have them "
                 "recomputed exactly here."
             )
-        for name, layer in self.selection.layers.items():
-            if name not in foreign:
-                detach(layer)  # a deep copy of a model in training brings its attachment along
-                self._recomputed.append(attach(layer, name))
-        self._print()
+        own = {name: layer for name, layer in chosen.layers.items() if name not in foreign}
+        for name, layer in own.items():
+            detach(layer)  # a deep copy of a model in training brings its attachment along
+            self._recomputed.append(attach(layer, name))
+        self.selection = Selection(own, chosen.matched)
+        self._print(self.selection)
 
     def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
@@ -147,13 +147,11 @@ class ActivationCheckpointing(pl.Callback):
                 "false` switches off the one that comes from the flags."
             )
 
-    def _print(self) -> None:
-        if not self._recomputed:
-            return
-        assert self.selection is not None
-        lines = str(self.selection).splitlines()
-        more = "print(callback.selection.table()) lists all" if len(self.selection) > 1 else ""
-        rank_zero_info("\n  ".join([f"{self!r}: recomputes in backward" + (f" ({more})" if more else ""), *lines]))
+    def _print(self, selection: Selection) -> None:
+        if len(selection):
+            lines = str(selection).splitlines()
+            head = f"{self!r} recomputes in backward (all of them: `print(callback.selection.table())`)"
+            rank_zero_info("\n  ".join([head, *lines]))
 
     @override
     def on_train_batch_end(

@@ -77,7 +77,7 @@ class _ReplacedFlags(pl.Callback):
             used = [callback for callback in callbacks if isinstance(callback, ActivationCheckpointing)]
             rank_zero_warn(
                 f"`{type(pl_module).__name__}.configure_callbacks` returns {', '.join(map(repr, used))}, which "
-                f"replaces {self.from_flags!r} from the `--{_KEY}` flags: the flags have no effect. Remove one of the two."
+                f"replaces {self.from_flags!r} from the `--{_KEY}` flags: they have no effect. Remove one of the two."
             )
 
 

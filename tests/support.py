@@ -92,7 +92,7 @@ class Run(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(outputs, dict):
+        if isinstance(outputs, dict) and "loss" in outputs:
             self.losses.append(outputs["loss"].detach().clone())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -141,7 +141,8 @@ class Calls:
         self.counts: dict[str, int] = {}
         names = {id(module): name for name, module in model.named_modules()}
         for cls in {type(module) for module in model.modules()}:
-            if "forward" in vars(cls):
+            # Hugging Face layers compare their class's `forward` with the one they have wrapped themselves.
+            if "forward" in vars(cls) and not hasattr(cls.forward, "__wrapped__"):
                 monkeypatch.setattr(cls, "forward", self._counted(cls.forward, names))
 
     def _counted(self, forward: Callable[..., Any], names: dict[int, str]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_ckpt.selection.modules import has_forward, named_candidates, outermost
+from lightning_ckpt.selection.modules import has_forward, named_candidates, outermost, unwrap
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,7 +36,7 @@ def is_hf_layer(module: nn.Module) -> bool:
 def _held(container: nn.Module) -> Iterator[nn.Module]:
     """What a container holds, repeats included, that has parts of its own and a forward."""
     for child in container._modules.values():
-        child = getattr(child, "_orig_mod", child)
+        child = None if child is None else unwrap(child)
         if child is not None and has_forward(child) and next(child.children(), None) is not None:
             yield child
 

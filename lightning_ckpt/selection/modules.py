@@ -5,23 +5,33 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-_COMPILED_PREFIX = "_orig_mod."
+# Modules that only stand around another one: `torch.compile(module)` and PyTorch's `checkpoint_wrapper(module)`.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def clean_name(name: str) -> str:
-    """The qualified name as the user knows it, without what `torch.compile` puts in front of a compiled module."""
-    return name.replace(_COMPILED_PREFIX, "")
+    """The qualified name as the user knows it, without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside `module`, or `module` itself."""
+    for attribute in _WRAPPED:
+        inner = module._modules.get(attribute)
+        if inner is not None:
+            return unwrap(inner)
+    return module
 
 
 def named_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module that can be a layer, in the order of `model.modules()`: not the model itself, no metrics.
 
-    A module compiled with `torch.compile(module)` appears once, as the original module under its own name.
+    A wrapped module appears once, as the user's module under its own name.
     """
     skipped: set[int] = {id(part) for metric in _metrics_in(model) for part in metric.modules()}
+    model_itself = unwrap(model)
     for name, module in model.named_modules():
-        is_wrapper = hasattr(module, "_orig_mod")
-        if module is not model and name != "_orig_mod" and not is_wrapper and id(module) not in skipped:
+        if unwrap(module) is module and module is not model_itself and id(module) not in skipped:
             yield clean_name(name), module
 
 

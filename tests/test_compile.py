@@ -1,0 +1,102 @@
+"""Under torch.compile: bit-equal, without graph breaks, and with less saved."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ckpt import ActivationCheckpointing
+from lightning_ckpt.recompute import attach
+from tests.support import Block, Training, assert_equal, batches, blocks, fit
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def compiled_blocks():
+    model = blocks()
+    for i in range(1, len(model)):
+        model[i] = torch.compile(model[i], backend="aot_eager")
+    return Training(model)
+
+
+def blocks_compiled_in_place():
+    model = blocks()
+    for layer in model[1:]:
+        layer.compile(backend="aot_eager")
+    return Training(model)
+
+
+def compiled_submodule():
+    return Training(torch.compile(blocks(), backend="aot_eager"))
+
+
+def compiled_module():
+    return torch.compile(Training(), backend="aot_eager")
+
+
+@pytest.mark.parametrize("make", [compiled_blocks, blocks_compiled_in_place, compiled_submodule, compiled_module])
+def test_compiled_models_equal_their_plain_run(make):
+    plain = fit(make)
+    torch._dynamo.reset()
+    callback = ActivationCheckpointing()
+    assert_equal(fit(make, callbacks=[callback]), plain)
+    assert list(callback.selection.layers) == [f"model.{i}" for i in range(1, 5)]
+
+
+def saved_by(model, x):
+    """Bytes of the storages that autograd saves, parameters excluded."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage, storage.nbytes())  # held, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(size for _, size in kept.values())
+
+
+def test_compiled_layers_save_less_in_one_graph():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *[Block(dropout=0.0) for _ in range(4)])
+    x = torch.randn(64, 8)
+    plain = saved_by(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    torch._dynamo.reset()
+    for i in range(1, 5):
+        attach(model[i], str(i))
+    recomputed = saved_by(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    assert recomputed < plain / 2
+    assert torch._dynamo.explain(model)(x).graph_break_count == 0
+
+
+def test_a_model_that_was_compiled_and_run_before_is_recomputed_all_the_same(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *[Block(dropout=0.0) for _ in range(4)])
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(64, 8)
+    plain = saved_by(compiled, x)
+    for i in range(1, 5):
+        attach(model[i], str(i))
+    assert saved_by(compiled, x) < plain / 2
+
+
+def test_a_layer_that_compiles_a_function_inside_is_exact():
+    class Inside(Block):
+        def __init__(self):
+            super().__init__()
+            self.function = torch.compile(lambda x, w: torch.tanh(x @ w), backend="aot_eager")
+
+        def forward(self, x):
+            return x + self.dropout(self.function(x, self.linear.weight))
+
+    def make():
+        return Training(nn.Sequential(nn.Linear(8, 8), Inside(), Inside()))
+
+    data = batches(3, size=5)
+    plain = fit(make, data)
+    torch._dynamo.reset()
+    assert_equal(fit(make, data, [ActivationCheckpointing()]), plain)
