@@ -24,6 +24,9 @@ class LiveBytes(TorchDispatchMode):
         peak: the most bytes that were alive at once.
     """
 
+    # Else a higher-order operator (flex_attention, what compiled code wraps) would raise under the mode.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.current = 0
