@@ -245,8 +245,8 @@ def test_each_moment_belongs_to_the_innermost_phase():
         time.sleep(0.02)
     seconds = phases.seconds()
     assert seconds.keys() == {"outer", "inner"}
-    assert 0.04 <= seconds["outer"]
-    assert 0.03 <= seconds["inner"]
+    assert seconds["outer"] >= 0.04
+    assert seconds["inner"] >= 0.03
     start = phases.clock.mark()
     phases.add("outer", start - 1, start)
     assert phases.seconds()["outer"] == pytest.approx(seconds["outer"] + 1)

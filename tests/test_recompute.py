@@ -121,7 +121,7 @@ def test_a_tensor_changed_in_place_after_the_call_is_an_error_that_names_layer_a
     layer = Layer(lambda self, x, scale: use(self, x) * scale)
     attach(layer, "net.3")
     scale = torch.ones(4)
-    output = layer(torch.ones(3, 4), **{"scale": scale}) if keyword else layer(torch.ones(3, 4), scale)
+    output = layer(torch.ones(3, 4), scale=scale) if keyword else layer(torch.ones(3, 4), scale)
     scale.add_(1)
     with pytest.raises(ReplayError, match=r"'net\.3' got argument `(scale|1)` of shape \(4,\).*inplace.*clone"):
         output.sum().backward()
