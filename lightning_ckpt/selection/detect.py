@@ -15,16 +15,16 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     Hugging Face models mark theirs with `GradientCheckpointingLayer`, and all of those are taken, nested ones
     included, so that counting every n-th gives what `activation_checkpointing_enable(every_n_layers=n)` gives.
 
-    Otherwise the layers are the outermost modules with parts of their own whose class is repeated in a `ModuleList`,
-    `Sequential` or `ModuleDict`. A class whose instances all differ in shape and hold repeated blocks of several
-    weight matrices themselves (the stages of a ResNet) is looked into, not taken. A model with one single block in a
-    `ModuleList` (one layer, or ALBERT's shared one) gives that block.
+    Otherwise the layers are the outermost modules with parts of their own whose class is repeated in `ModuleList`s,
+    `Sequential`s or `ModuleDict`s, wherever in the model they are. A class whose instances all differ in shape and
+    hold repeated blocks of several weight matrices themselves (the stages of a ResNet) is looked into, not taken. A
+    model with one single block in a `ModuleList` (one layer, or ALBERT's shared one) gives that block.
     """
     candidates = dict(named_candidates(model))
     marked = {name: module for name, module in candidates.items() if is_hf_layer(module)}
     if marked:
         return marked
-    return outermost(_repeated_blocks(model, candidates)) or outermost(_single_blocks(candidates))
+    return _repeated_blocks(model, candidates) or _single_blocks(candidates)
 
 
 def is_hf_layer(module: nn.Module) -> bool:
@@ -41,26 +41,33 @@ def _held(container: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _repeated_blocks(model: nn.Module, candidates: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    groups = repeated_classes(model)
-    blocks = {id(block) for group in groups.values() if not _are_stages(group) for block in group}
-    return ((name, module) for name, module in candidates.items() if id(module) in blocks)
+def _repeated_blocks(model: nn.Module, candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    groups = [group for group in repeated_classes(model).values() if not _are_stages(group)]
+    held = {id(block) for group in groups for block in group}
+    repeated = outermost((name, module) for name, module in candidates.items() if id(module) in held)
+    # A class of blocks is taken wherever it is; a plain `Sequential` may be anything, so only the repeated ones are.
+    classes = {type(block) for block in repeated.values()} - {nn.Sequential}
+    return outermost(
+        (name, module) for name, module in candidates.items() if name in repeated or type(module) in classes
+    )
 
 
 def repeated_classes(model: nn.Module) -> dict[type, list[nn.Module]]:
     """Blocks held in containers of `model` by their class, for classes that occur more than once."""
+    candidates = {id(module) for _, module in named_candidates(model)}
     groups: dict[type, list[nn.Module]] = defaultdict(list)
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             for block in _held(container):
-                groups[type(block)].append(block)
+                if id(block) in candidates:
+                    groups[type(block)].append(block)
     return {cls: group for cls, group in groups.items() if len(group) > 1}
 
 
-def _single_blocks(candidates: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _single_blocks(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
     lists = [module for module in candidates.values() if isinstance(module, nn.ModuleList)]
-    blocks = {id(block) for container in lists for block in _held(container)}
-    return ((name, module) for name, module in candidates.items() if id(module) in blocks)
+    held = {id(block) for container in lists for block in _held(container)}
+    return outermost((name, module) for name, module in candidates.items() if id(module) in held)
 
 
 def _are_stages(group: list[nn.Module]) -> bool:

@@ -2,9 +2,8 @@
 
 import difflib
 import fnmatch
-import importlib
 import re
-from collections.abc import Iterable
+import sys
 
 from torch import nn
 
@@ -47,7 +46,7 @@ def match_layers(candidates: dict[str, nn.Module], pattern: LayerPattern) -> dic
     found = {
         name: module for name, module in candidates.items() if pattern == name or pattern in class_names(type(module))
     }
-    if not found and (cls := _import_class(pattern)):
+    if not found and (cls := _known_class(pattern)):
         found = {name: module for name, module in candidates.items() if isinstance(module, cls)}
     return found
 
@@ -60,29 +59,31 @@ def _match_names(candidates: dict[str, nn.Module], regex: str, written: str) -> 
     return {name: module for name, module in candidates.items() if compiled.fullmatch(name)}
 
 
-def _import_class(path: str) -> type[nn.Module] | None:
-    """The module class at an import path such as `torch.nn.TransformerEncoderLayer`, which may be an alias."""
+def _known_class(path: str) -> type[nn.Module] | None:
+    """The module class at an import path such as `torch.nn.TransformerEncoderLayer`, which may be an alias.
+
+    The class of a module in the model is imported already, so nothing is imported here: a qualified name that matches
+    nothing must not run somebody's `model.py`.
+    """
     module_path, _, name = path.rpartition(".")
-    if not module_path:
-        return None
-    try:
-        found = getattr(importlib.import_module(module_path), name, None)
-    except ImportError:
-        return None
+    found = getattr(sys.modules.get(module_path), name, None)
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 def nearest(candidates: dict[str, nn.Module], pattern: LayerPattern, count: int = 3) -> list[str]:
     """Class and module names of the model that look like what the user wrote."""
     written = pattern if isinstance(pattern, str) else pattern.__name__
-    written = written if "*" in written or "\\" in written else written.rpartition(".")[2] or written
-    candidates = {name: module for name, module in candidates.items() if has_forward(module)}
-    classes = _unique(type(module).__name__ for module in candidates.values())
-    names = _unique(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in candidates)
-    lowered = {option.lower(): option for option in [*names, *classes]}
-    close = difflib.get_close_matches(written.lower(), lowered, n=count, cutoff=0.5)
-    return [lowered[match] for match in close]
+    options: dict[str, str] = {}
+    for name, module in candidates.items():
+        if has_forward(module):
+            for option in (_without_indices(name), type(module).__name__):
+                options.setdefault(option.lower(), option)
+    for text in (_without_indices(written), written.rpartition(".")[2]):
+        close = difflib.get_close_matches(text.lower(), options, n=count, cutoff=0.5)
+        if close:
+            return [options[match] for match in close]
+    return []
 
 
-def _unique(items: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(items))
+def _without_indices(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)

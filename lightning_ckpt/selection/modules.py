@@ -45,8 +45,7 @@ def _metrics_in(model: nn.Module) -> Iterator[nn.Module]:
 
 def has_forward(module: nn.Module) -> bool:
     """False for `ModuleList`, `ModuleDict` and other modules that are never called themselves."""
-    own = type(module).forward
-    return own is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return type(module).forward is not nn.Module.forward
 
 
 def outermost(layers: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:

@@ -1,5 +1,6 @@
 """Choose the layers of a model: found or matched, then every n-th."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 
 from lightning_ckpt.selection.detect import find_layers, repeated_classes
 from lightning_ckpt.selection.match import LayerPattern, SelectionError, match_layers, nearest
-from lightning_ckpt.selection.modules import class_names, has_forward, named_candidates, outermost
+from lightning_ckpt.selection.modules import class_names, has_forward, named_candidates, outermost, unwrap
 from lightning_ckpt.selection.summary import Selection
 
 
@@ -74,7 +75,7 @@ def select_layers(
     else:
         matched = find_layers(model)
         if not matched:
-            raise SelectionError(f"No repeated layers were found in {type(model).__name__}. {_what_to_write(model)}")
+            raise SelectionError(f"No repeated layers were found in {_class_of(model)}. {_what_to_write(model)}")
     chosen = [item for index, item in enumerate(matched.items()) if index % every_n_layers == 0]
     return Selection(outermost(chosen), matched)
 
@@ -85,7 +86,7 @@ def _match_predicate(model: nn.Module, check_fn: Callable[[nn.Module], bool]) ->
     matched = {name: module for name, module in named_candidates(model) if check_fn(module)}
     if not matched:
         raise SelectionError(
-            f"`check_fn={getattr(check_fn, '__name__', check_fn)}` is true for no module of {type(model).__name__}. "
+            f"`check_fn={getattr(check_fn, '__name__', check_fn)}` is true for no module of {_class_of(model)}. "
             f"{_what_to_write(model)}"
         )
     return outermost(_with_forward(matched))
@@ -118,8 +119,9 @@ def _with_forward(matched: dict[str, nn.Module]) -> Iterable[tuple[str, nn.Modul
 
 def _no_match(model: nn.Module, candidates: dict[str, nn.Module], pattern: LayerPattern) -> str:
     written = pattern if isinstance(pattern, str) else pattern.__name__
-    message = f"`layers={written!r}` matches no module of {type(model).__name__}."
-    if pattern in class_names(type(model)) or (isinstance(pattern, type) and isinstance(model, pattern)):
+    message = f"`layers={written!r}` matches no module of {_class_of(model)}."
+    itself = unwrap(model)
+    if pattern in class_names(type(itself)) or (isinstance(pattern, type) and isinstance(itself, pattern)):
         return f"{message} That is the model itself; name the layers inside it. {_what_to_write(model)}"
     close = nearest(candidates, pattern)
     if close:
@@ -129,12 +131,17 @@ def _no_match(model: nn.Module, candidates: dict[str, nn.Module], pattern: Layer
 
 def _what_to_write(model: nn.Module) -> str:
     counts = {cls.__name__: len(group) for cls, group in repeated_classes(model).items()}
+    if counts:
+        known = "Its repeated classes are"
+    else:
+        known = "It has"
+        parents = (module for _, module in named_candidates(model) if next(module.children(), None) is not None)
+        counts = Counter(type(module).__name__ for module in parents if has_forward(module))
     if not counts:
-        names = dict.fromkeys(
-            type(module).__name__ for _, module in named_candidates(model) if next(module.children(), None) is not None
-        )
-        if not names:
-            return "It has no module with parts of its own, so there is nothing to recompute."
-        return f"Name a class, for example `layers={next(iter(names))!r}`; the model has {', '.join(list(names)[:6])}."
+        return "It has no module with parts of its own, so there is nothing to recompute."
     listed = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items(), key=lambda item: -item[1])[:6])
-    return f"Its repeated classes are {listed}; write, for example, `layers={next(iter(counts))!r}`."
+    return f"{known} {listed}; write, for example, `layers={next(iter(counts))!r}`."
+
+
+def _class_of(model: nn.Module) -> str:
+    return type(unwrap(model)).__name__
