@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -290,7 +291,7 @@ class CountedRun:
     parameters: list[str]
 
 
-def train(architecture: Architecture, *callbacks: ActivationCheckpointing) -> CountedRun:
+def train(architecture: Architecture, *callbacks: ActivationCheckpointing, **trainer_kwargs: Any) -> CountedRun:
     """Fit the model from fixed seeds and count forwards."""
     torch.manual_seed(7)
     data = DataLoader(architecture.data(), batch_size=BATCH)
@@ -298,7 +299,7 @@ def train(architecture: Architecture, *callbacks: ActivationCheckpointing) -> Co
     module = Training(architecture.build(), architecture.loss)
     with pytest.MonkeyPatch.context() as patch:
         calls = count_forwards(patch, module.model)
-        run = fit(lambda: module, data, callbacks)
+        run = fit(lambda: module, data, callbacks, **trainer_kwargs)
     return CountedRun(run, calls, [name for name, _ in module.named_parameters()])
 
 
@@ -313,9 +314,10 @@ def without_buffers(trained: CountedRun) -> Run:
 
 @pytest.mark.parametrize("every_n_layers", [1, 2])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_trains_bit_for_bit_and_runs_only_the_chosen_layers_twice(name: str, every_n_layers: int) -> None:
+def test_trains_bit_for_bit_and_runs_only_the_chosen_layers_twice(name: str, every_n_layers: int, tmp_path) -> None:
     architecture, plain = ARCHITECTURES[name], plain_training(name)
-    recomputed = train(architecture, ActivationCheckpointing(every_n_layers=every_n_layers))
+    callback, logger = ActivationCheckpointing(every_n_layers=every_n_layers), CSVLogger(tmp_path)
+    recomputed = train(architecture, callback, logger=logger)  # with a logger, the monitor is at work too
 
     assert len(recomputed.run.losses) == STEPS
     if architecture.exact_buffers:
