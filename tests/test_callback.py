@@ -336,9 +336,7 @@ def test_a_wrapped_layer_is_left_to_its_wrapper():
         return Training(model)
 
     plain = fit(make)
-    with pytest.warns(
-        UserWarning, match=r"1 of 4 chosen layers are.*already.*checkpoint_wrapper.*model\.2"
-    ):
+    with pytest.warns(UserWarning, match=r"1 of 4 chosen layers are.*already.*checkpoint_wrapper.*model\.2"):
         assert_equal(fit(make, callbacks=[ActivationCheckpointing()]), plain)
 
 
@@ -357,9 +355,7 @@ def test_a_layer_that_checkpoints_a_part_of_itself_is_reported_and_exact():
         return Training(nn.Sequential(nn.Linear(8, 8), *[PartlyCheckpointed() for _ in range(3)]))
 
     plain = fit(make)
-    with pytest.warns(
-        UserWarning, match=r"PartlyCheckpointed layers checkpoint a part.*model\.\{1, 2, 3\}"
-    ):
+    with pytest.warns(UserWarning, match=r"PartlyCheckpointed layers checkpoint a part.*model\.\{1, 2, 3\}"):
         assert_equal(fit(make, callbacks=[ActivationCheckpointing()]), plain)
 
 
