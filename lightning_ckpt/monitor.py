@@ -24,8 +24,9 @@ from lightning_ckpt.recompute.watch import unwatch, watch
 _MIB = 2**20
 _CHARTS = {
     "lightning_ckpt": {
-        "memory (MiB)": ["Multiline", [r"memory/.*"]],
-        "time (ms)": ["Multiline", [r"time/.*"]],
+        # More lines than two per run are hard to tell apart.
+        "memory (MiB)": ["Multiline", [r"memory/(saved|peak)_MiB"]],
+        "time (ms)": ["Multiline", [r"time/(step|recompute)_ms"]],
     }
 }
 
@@ -59,8 +60,8 @@ class StepMonitor(pl.Callback):
 
     One point per optimizer step, whatever ``Trainer(log_every_n_steps=...)`` says, at the same step as the loss.
     With accumulation, times are sums and memory is the maximum over the micro-batches of the step. Figures are those
-    of rank 0. TensorBoard also gets one chart that overlays the memory curves and one for the times (tab "Custom
-    Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain run, to compare with.
+    of rank 0. TensorBoard also gets one chart that overlays saved and peak memory and one that overlays step and
+    recompute time (tab "Custom Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain run, to compare with.
 
     Logged metrics:
 
@@ -71,7 +72,8 @@ class StepMonitor(pl.Callback):
       shape is counted and later ones of that shape take its figure; it is missing where that is not possible.
     - ``memory/saved_MiB``: activations kept for backward when it starts, in MiB: each storage once, parameters and
       buffers excluded, the inputs of recomputed layers included.
-    - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed, in MiB.
+    - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed, in MiB. Saved and
+      avoided together are what the plain run saves, and inputs of recomputed layers that it would not.
     - ``time/step_ms``: the whole step, from the start of its batch to its end, in ms; waiting for data excluded.
     - ``time/forward_ms``: ``training_step`` without backward and optimizer, in ms.
     - ``time/backward_ms``: backward, recompute included, in ms.
