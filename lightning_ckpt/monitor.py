@@ -61,7 +61,8 @@ class StepMonitor(pl.Callback):
     One point per optimizer step, whatever ``Trainer(log_every_n_steps=...)`` says, at the same step as the loss.
     With accumulation, times are sums and memory is the maximum over the micro-batches of the step. Figures are those
     of rank 0. TensorBoard also gets one chart that overlays saved and peak memory and one that overlays step and
-    recompute time (tab "Custom Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain run, to compare with.
+    recompute time (tab "Custom Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain
+    run, to compare with.
 
     Logged metrics:
 
