@@ -1,39 +1,86 @@
-"""What surrounds a layer call and decides its values: random streams and autocast."""
+"""What surrounds a layer call and decides its values: PyTorch's random streams, settings, autocast, modes, context."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
+from lightning_ckpt.recompute import private
+from lightning_ckpt.recompute.settings import get_settings, set_settings
+
 
 class Ambient:
-    """The random streams of the CPU and of `devices`, and autocast, as they are now.
+    """Everything around a call, as it is now.
 
     Args:
-        devices: the devices that the layer computes on.
+        devices: the devices that the layer computes on; their random streams are kept beside the CPU's.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self._streams = _get_streams(self._devices)
+        self._settings = get_settings()
         cache = torch.is_autocast_cache_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
             for kind in dict.fromkeys(["cpu", *(device.type for device in self._devices)])
             if torch.amp.is_autocast_available(kind)
         ]
+        self._function_modes = private.function_modes()
+        self._dispatch_modes = private.dispatch_modes()
+        self._context = contextvars.copy_context()
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put everything as it was; afterwards put it back as it is just before."""
-        now = _get_streams(self._devices)
+    def run(self, function: Callable[[], Any]) -> None:
+        """Call `function` with everything as it was; afterwards everything is as it is just before."""
+        now, settings = _get_streams(self._devices), get_settings()
+        _set_streams(self._streams)
+        set_settings(self._settings)
+        try:
+            self._context.copy().run(self._run_in_modes, function)
+        finally:
+            set_settings(settings)
+            _set_streams(now)
+
+    def _run_in_modes(self, function: Callable[[], Any]) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(_set_streams, now)
-            _set_streams(self._streams)
+            stack.enter_context(_autocast_kept(self._autocast))
             for kind, enabled, dtype, cache in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            yield
+            # Backward may run inside the modes still; those it has left are entered again.
+            if not private.function_modes():
+                for function_mode in self._function_modes:
+                    stack.enter_context(function_mode)
+            active = private.dispatch_modes()
+            for dispatch_mode in self._dispatch_modes:
+                if dispatch_mode not in active and not _is_counter(dispatch_mode):
+                    stack.enter_context(dispatch_mode)
+            function()
+
+
+def _is_counter(mode: object) -> bool:
+    # Modes that measure must not see a replay that happens outside of them.
+    return hasattr(mode, "flop_counts") or hasattr(mode, "counter") or hasattr(mode, "peak")
+
+
+@contextlib.contextmanager
+def _autocast_kept(kinds: list[tuple[str, bool, torch.dtype, bool]]) -> Iterator[None]:
+    """Whatever a layer does to autocast (it may enter what another layer leaves), it is as before afterwards."""
+    depth = private.autocast_nesting()
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in kinds]
+    try:
+        yield
+    finally:
+        if private.autocast_nesting() != depth:
+            torch.clear_autocast_cache()
+            private.set_autocast_nesting(depth)
+        for kind, enabled, dtype in before:
+            if torch.is_autocast_enabled(kind) != enabled:
+                torch.set_autocast_enabled(kind, enabled)
+            if torch.get_autocast_dtype(kind) != dtype:
+                torch.set_autocast_dtype(kind, dtype)
 
 
 def _get_streams(devices: Iterable[torch.device]) -> list[tuple[torch.device | None, torch.Tensor]]:

@@ -1,14 +1,18 @@
 """The arguments of a layer call, kept so that the replay gets them as they were passed."""
 
+import collections
 import copy
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lightning_ckpt.recompute.reach import ENTRIES, Stream, is_opaque, stream_of
+from lightning_ckpt.recompute.state import bitwise_equal, regrow
+
 _DEPTH = 6  # nesting of containers that is looked into; caches and batches need three
-_OPAQUE_PACKAGES = {"torch", "numpy", "lightning", "pytorch_lightning", "builtins", "functools", "types"}
+_SCALARS = (int, float, bool, str, type(None))
 
 
 class Arguments:
@@ -16,52 +20,150 @@ class Arguments:
 
     Lists, dicts, sets and plain objects (KV caches, batches, model outputs) may be changed by the layer itself or by
     its caller, so their structure is copied, tensors shared. The copies belong to the replay: what a replay does to
-    them (append to a cache) is seen by nobody else.
+    them (append to a cache) is seen by nobody else. What the layer owns itself is not copied but looked after by
+    `State`, so that it stays the same object.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        owned: whether the layer's state includes an object.
+        copied: names of tensors that the layer is known to change in place, or True for all.
+
+    Attributes:
+        tensors: every tensor in the arguments.
+        modules: every module in the arguments, by the name of the argument.
+        functions: every function in the arguments.
+        given_up: arguments that were too large to look into.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        owned: Callable[[Any], bool] = lambda value: False,
+        copied: set[str] | bool = False,
+    ) -> None:
         self.tensors: list[Tensor] = []
+        self.modules: dict[str, nn.Module] = {}
+        self.functions: dict[str, Any] = {}
+        self.given_up: list[str] = []
+        self._owned = owned
         self._names: list[str] = []
-        self._copied = False
+        self._streams: list[tuple[Stream, Any]] = []
+        self._has_copies = False
+        self._own: set[int] = set()
+        self._entries = 0
         seen: dict[int, Any] = {}
         self._args = tuple(self._keep(value, str(i), seen, _DEPTH) for i, value in enumerate(args))
         self._kwargs = {name: self._keep(value, name, seen, _DEPTH) for name, value in kwargs.items()}
         self._versions = [_version(tensor) for tensor in self.tensors]
+        self._copies: dict[int, Tensor] = {}
+        if copied:
+            for name, tensor in zip(self._names, self.tensors, strict=True):
+                if copied is True or name in copied:
+                    self._copies[id(tensor)] = tensor.detach().clone()
+        self._missed: str | None = None
 
-    def changed_tensor(self) -> tuple[str, Tensor] | None:
-        """Name and tensor of an argument that was changed in place since it was passed, if there is one."""
+    def learn(self) -> set[str]:
+        """Right after the call: the names of tensors that the layer changed in place; copies of others are dropped."""
+        changed = set()
+        for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True):
+            kept = self._copies.get(id(tensor))
+            if _version(tensor) != version or (kept is not None and not bitwise_equal(tensor.detach(), kept)):
+                changed.add(name)
+                if kept is None:
+                    self._missed = name
+            elif kept is not None:
+                del self._copies[id(tensor)]
+        if changed:  # the changed tensor hangs on this call's graph now: holding it would be a cycle
+            self._let_go()
+        return changed
+
+    def _let_go(self) -> None:
+        replaced = {ident: _Kept(kept, self._needs_gradient(ident)) for ident, kept in self._copies.items()}
+        self._args, self._kwargs = self._rewritten(lambda value: replaced.get(id(value), value))
+        pairs = [
+            (name, tensor, version)
+            for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True)
+            if id(tensor) not in self._copies
+        ]
+        self._names = [name for name, _, _ in pairs]
+        self.tensors = [tensor for _, tensor, _ in pairs]
+        self._versions = [version for _, _, version in pairs]
+        self._copies.clear()
+        self._has_copies = True
+
+    def _needs_gradient(self, ident: int) -> bool:
+        return any(id(tensor) == ident and tensor.requires_grad for tensor in self.tensors)
+
+    def objection(self) -> str | None:
+        """Why a replay could not get the arguments as they were passed, if so."""
+        if self._missed is not None:
+            return (
+                f"changed its argument `{self._missed}` in place for the first time in this call, of which no copy "
+                "existed. Its next calls are exact."
+            )
         for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True):
             if _version(tensor) != version:
-                return name, tensor
+                return (
+                    f"got argument `{name}` of shape {tuple(tensor.shape)}, which was modified by an inplace operation "
+                    "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
+                )
         return None
 
     def for_replay(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for one replay; containers are fresh for each, since a replay may change them."""
-        if not self._copied:
+        if not self._has_copies:
             return self._args, self._kwargs
-        again = Arguments(self._args, self._kwargs)
-        return again._args, again._kwargs
+        grown: dict[int, Tensor] = {}
+
+        def grow(value: Any) -> Any:
+            if isinstance(value, _Kept):
+                return grown.setdefault(id(value), value.grow())
+            return value
+
+        return Arguments(self._args, self._kwargs, self._owned)._rewritten(grow)
+
+    def streams(self) -> list[tuple[Stream, Any]]:
+        """Random generators among the arguments, with the states they had."""
+        return self._streams
 
     def _keep(self, value: Any, name: str, seen: dict[int, Any], depth: int) -> Any:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             self._names.append(name)
             return value
-        kind = type(value)
-        if depth == 0 or kind in (int, float, bool, str, type(None)):
+        if type(value) in _SCALARS or isinstance(value, (type, _Kept)) or self._owned(value):
             return value
         if id(value) in seen:
             return seen[id(value)]
-        if isinstance(value, tuple):
+        if isinstance(value, nn.Module):
+            self.modules[f"argument {name}"] = value
+        elif isinstance(value, (types.FunctionType, types.MethodType)):
+            self.functions[f"argument {name}"] = value
+        elif stream := stream_of(value):
+            self._streams.append((stream, stream.read()))
+        elif type(value).__module__ == "numpy":
+            self._has_copies = True
+            return copy.copy(value)
+        elif depth == 0 or self._is_too_large(value):
+            self.given_up.append(f"argument {name}")
+        elif isinstance(value, tuple):
             items = [self._keep(item, f"{name}[{i}]", seen, depth - 1) for i, item in enumerate(value)]
-            return value._make(items) if hasattr(value, "_make") else tuple(items)
-        if isinstance(value, (list, dict, set)) or _is_plain_object(value):
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        elif isinstance(value, (list, dict, set, collections.deque)) or _is_plain_object(value):
             return self._keep_mutable(value, name, seen, depth - 1)
         return value
 
+    def _is_too_large(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple, dict, set, collections.deque)):
+            self._entries += len(value)
+        return self._entries > ENTRIES
+
     def _keep_mutable(self, value: Any, name: str, seen: dict[int, Any], depth: int) -> Any:
-        self._copied = True
+        self._has_copies = True
         seen[id(value)] = kept = copy.copy(value)
+        self._own.add(id(kept))
         # The methods of the base class: subclasses (model outputs, batches) override theirs.
         if isinstance(kept, list):
             for i, item in enumerate(kept):
@@ -69,17 +171,57 @@ class Arguments:
         elif isinstance(kept, dict):
             for key, item in dict.items(kept):
                 dict.__setitem__(kept, key, self._keep(item, f"{name}[{key!r}]", seen, depth))
+        elif isinstance(kept, collections.deque):
+            for i, item in enumerate(list(kept)):
+                kept[i] = self._keep(item, f"{name}[{i}]", seen, depth)
         if hasattr(kept, "__dict__"):
             attributes = vars(kept)
             for attribute, item in attributes.items():
                 attributes[attribute] = self._keep(item, f"{name}.{attribute}", seen, depth)
         return kept
 
+    def _rewritten(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after `change` of every value in them; only containers that are copies are entered."""
+
+        def rewrite(value: Any) -> Any:
+            changed = change(value)
+            if changed is not value:
+                return changed
+            if isinstance(value, tuple):
+                items = [rewrite(item) for item in value]
+                return value._make(items) if hasattr(value, "_make") else type(value)(items)
+            if id(value) not in done and id(value) in self._own:
+                done.add(id(value))
+                if isinstance(value, list):
+                    for i, item in enumerate(value):
+                        list.__setitem__(value, i, rewrite(item))
+                elif isinstance(value, dict):
+                    for key, item in dict.items(value):
+                        dict.__setitem__(value, key, rewrite(item))
+                if hasattr(value, "__dict__"):
+                    attributes = vars(value)
+                    for name, item in attributes.items():
+                        attributes[name] = rewrite(item)
+            return value
+
+        done: set[int] = set()
+        return rewrite(self._args), {name: rewrite(value) for name, value in self._kwargs.items()}
+
+
+class _Kept:
+    """Stands among the arguments for a tensor that the layer changed in place: its values as they were passed."""
+
+    def __init__(self, values: Tensor, needs_gradient: bool) -> None:
+        self.values = values
+        self.needs_gradient = needs_gradient
+
+    def grow(self) -> Tensor:
+        values = self.values.clone()
+        return regrow(values) if self.needs_gradient else values
+
 
 def _is_plain_object(value: Any) -> bool:
-    if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, torch.Generator, type)) or callable(value):
-        return False
-    return type(value).__module__.partition(".")[0] not in _OPAQUE_PACKAGES
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, Tensor)) and not is_opaque(value)
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,5 +1,8 @@
 """Attach recompute to a layer without wrapping it, and take it away without a trace."""
 
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -7,8 +10,12 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ckpt.recompute.fingerprint import Verify
 from lightning_ckpt.recompute.frame import Frame
-from lightning_ckpt.recompute.inspection import inspect_call
+from lightning_ckpt.recompute.inspection import FILLS_LATE, inspect_call
+from lightning_ckpt.recompute.inventory import Inventory
+
+Silencer = Callable[[], AbstractContextManager[Any]]
 
 
 class Recompute:
@@ -20,34 +27,64 @@ class Recompute:
     Attributes:
         layer: the layer it is attached to.
         name: the layer's qualified name.
+        verify: which calls are verified by fingerprints.
+        silencers: make contexts that are entered around every replay.
         called: whether the layer has run with gradients on, outside of compiled code.
-        findings: what its first such call showed that a user should know (see `inspection`).
+        findings: what its first calls showed that a user should know (see `inspection`).
+        lock: held while the layer runs, for layers that are called from several threads.
     """
 
-    def __init__(self, layer: nn.Module, name: str) -> None:
+    def __init__(self, layer: nn.Module, name: str, verify: Verify, silencers: Iterable[Silencer]) -> None:
         self.layer = layer
         self.name = name
+        self.verify: Verify = verify
+        self.silencers = list(silencers)
         self.called = False
         self.findings: set[str] = set()
+        self.lock = threading.RLock()
+        self._inventory: Inventory | None = None
         # A forward that somebody else put on the instance before; it runs inside and comes back afterwards.
         self._previous = layer.__dict__.get("forward")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None, "_inventory": None, "silencers": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.RLock())
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the layer owns, found in the first call."""
+        if self._inventory is None:
+            self._inventory = Inventory(self.layer)
+        return self._inventory
+
+    @property
+    def fills_late(self) -> bool:
+        """Whether the layer holds an operator that fills a tensor after autograd saved it."""
+        return FILLS_LATE in self.findings
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
+            return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():  # PyTorch's own checkpoint is what the compiler can trace
-            return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
-        parameter = next(self.layer.parameters(), None)
-        if isinstance(parameter, UninitializedTensorMixin):  # a lazy layer takes its shapes in this call
-            return self._run(*args, **kwargs)
-        frame = Frame(self.name, self._run, args, kwargs, None if parameter is None else parameter.device)
-        output = frame.forward(args, kwargs)
-        if not self.called:
             self.called = True
-            self.findings = inspect_call(frame.arguments.tensors, args, kwargs, output)
+            return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+        if any(isinstance(parameter, UninitializedTensorMixin) for parameter in self.layer.parameters()):
+            return self.run(*args, **kwargs)  # a lazy layer takes its shapes in this call
+        with self.lock:
+            frame = Frame(self, args, kwargs)
+            learning = frame.is_learning
+            output = frame.forward(args, kwargs)
+            self.called = True
+            if learning:
+                self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
+                if self.fills_late:
+                    frame.forget_fingerprints()
         return output
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward."""
         if self._previous is not None:
             return self._previous(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
@@ -59,12 +96,16 @@ class Recompute:
             self.layer.forward = self._previous
 
 
-def attach(layer: nn.Module, name: str) -> Recompute:
+def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: Iterable[Silencer] = ()) -> Recompute:
     """Recompute `layer` in backward from now on, until `detach`.
 
     Args:
         layer: any module with a forward. It keeps its class, its parameters and their names, and its hooks.
         name: its qualified name, for messages.
+        verify: which calls compare what the replay saves with what forward saved, by fingerprints: the first of every
+            mode and one in 64 (`"sample"`), all of them (`"always"`) or none (`"off"`). Default: `"sample"`.
+        silencers: functions that make a context; it is entered around every replay, to keep it from being noticed.
+            Default: none.
 
     Returns:
         What was attached.
@@ -83,7 +124,7 @@ def attach(layer: nn.Module, name: str) -> Recompute:
     current = attached(layer)
     if current is not None:
         raise ValueError(f"Layer {name!r} is recomputed already, attached as {current.name!r}. Detach it first.")
-    recompute = Recompute(layer, name)
+    recompute = Recompute(layer, name, verify, silencers)
     layer.forward = recompute
     return recompute
 

@@ -3,8 +3,8 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_ckpt.measure.storage import StorageSizes
 from lightning_ckpt.recompute.ambient import Ambient
 from lightning_ckpt.recompute.arguments import Arguments
+from lightning_ckpt.recompute.fingerprint import Fingerprint, fingerprint, is_verified
+from lightning_ckpt.recompute.host_random import HostStreams, Window
+from lightning_ckpt.recompute.observers import Muted, hook_tables, spied_on, without
+from lightning_ckpt.recompute.state import State
 from lightning_ckpt.recompute.watch import announced_replay, watched
+
+if TYPE_CHECKING:
+    from lightning_ckpt.recompute.attach import Recompute
 
 
 class ReplayError(RuntimeError):
@@ -47,10 +54,11 @@ def is_replaying() -> bool:
 class Slot:
     """Stands in the autograd graph for one saved tensor. Autograd owns it; the frame knows it only weakly."""
 
-    __slots__ = ("__weakref__", "frame", "used", "value", "version")
+    __slots__ = ("__weakref__", "fingerprint", "frame", "used", "value", "version")
 
-    def __init__(self, frame: "Frame") -> None:
+    def __init__(self, frame: "Frame", fingerprint: Fingerprint | None) -> None:
         self.frame = frame
+        self.fingerprint = fingerprint
         self.value: Tensor | None = None
         self.version = -1
         self.used = False
@@ -60,42 +68,59 @@ class Frame:
     """One forward call of a layer, and its replay.
 
     Args:
-        name: the layer's qualified name, for messages.
-        run: the layer's own forward.
+        owner: what is attached to the layer.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        device: where the layer's parameters are, if it has any.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device: torch.device | None = None,
-    ) -> None:
-        self._name = name
-        self._run = run
-        self.arguments = Arguments(args, kwargs)
+    def __init__(self, owner: "Recompute", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._state = State(owner.inventory)
+        learned = self._state.learned
+        copied = True if learned.learning else learned.arguments
+        self.arguments = Arguments(args, kwargs, self._state.owns, copied)
+        self._state.add(self.arguments.modules | self.arguments.functions)
         devices = {tensor.device: None for tensor in self.arguments.tensors}
-        if device is not None:
-            devices[device] = None
+        if owner.inventory.parameters:
+            devices[owner.inventory.parameters[0].device] = None
         self._ambient = Ambient(devices)
+        self._window = Window.current()
+        self._host = HostStreams() if learned.learning or learned.draws else None
+        self._verified = is_verified(owner.verify, learned.calls, learned.learning) and not owner.fills_late
+        self._muted: Muted = []
         self._slots: list[weakref.ref[Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
-        self._lock = threading.RLock()
         # Storages that autograd would have kept; noted only while somebody watches.
         self.unsaved = StorageSizes() if watched() else None
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether this is one of the layer's first calls in its mode."""
+        return self._state.learned.learning
+
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the layer while everything autograd saves is replaced by empty slots."""
-        with self._explained(), saved_tensors_hooks(self._pack, self._unpack):
-            return self._run(*args, **kwargs)
+        """Run the layer while everything autograd saves is replaced by empty slots, and learn what it changed."""
+        tables = hook_tables(self._owner.inventory.inner_modules)
+        with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
+            output = self._owner.run(*args, **kwargs)
+        learned = self._state.learned
+        if self._host is not None and not learned.draws:
+            learned.draws = HostStreams() != self._host
+            if not learned.draws:
+                self._host = None
+        learned.arguments |= self.arguments.learn()
+        self._state.learn()
+        return output
+
+    def forget_fingerprints(self) -> None:
+        """Do not verify this call: its tensors were fingerprinted before they were filled."""
+        for slot in (ref() for ref in self._slots):
+            if slot is not None:
+                slot.fingerprint = None
 
     def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(self)
+        slot = Slot(self, fingerprint(tensor) if self._verified else None)
         self._slots.append(weakref.ref(slot))
         self._kinds.append((tensor.shape, tensor.dtype))
         if self.unsaved is not None:
@@ -104,7 +129,7 @@ class Frame:
 
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.value is None:
-            with self._lock:
+            with self._owner.lock:
                 if slot.value is None:
                     self._replay()
         if slot.value is None:
@@ -121,25 +146,47 @@ class Frame:
         return slot.value
 
     def _replay(self) -> None:
-        changed = self.arguments.changed_tensor()
-        if changed is not None:
-            name, tensor = changed
-            raise self._error(
-                f"got argument `{name}` of shape {tuple(tensor.shape)}, which was modified by an inplace operation "
-                "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
-            )
+        objection = self.arguments.objection() or self._state.objection()
+        if objection is not None:
+            raise self._error(objection)
         self._release_previous()
         self._filled = 0
-        args, kwargs = self.arguments.for_replay()
-        with (
-            announced_replay(),
-            _deeper(),
-            self._ambient.restored(),
-            torch.enable_grad(),
-            contextlib.suppress(_Stop),
-            saved_tensors_hooks(self._fill, _as_it_is),
-        ):
-            self._run(*args, **kwargs)
+        with announced_replay(), _deeper(), self._host_streams(), self._state.installed(self.arguments.streams()):
+            self._ambient.run(self._run_again)
+
+    def _run_again(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for silencer in self._owner.silencers:
+                stack.enter_context(silencer())
+            args, kwargs = self.arguments.for_replay()
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without(self._muted))
+            stack.enter_context(contextlib.suppress(_Stop))
+            stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
+            self._owner.run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _host_streams(self) -> Iterator[None]:
+        """`random` and `numpy.random` as they were, or the certainty that the layer does not draw from them."""
+        if self._host is None and self._window.nobody_drew():
+            yield
+            return
+        now = HostStreams()
+        if self._host is not None:
+            self._host.restore()
+        drew = False
+        try:
+            yield
+            drew = self._host is None and HostStreams() != now
+        finally:
+            if self._host is not None or drew:
+                now.restore()
+        if drew:
+            self._state.learned.draws = True
+            raise self._error(
+                "drew from `random` or `numpy.random` for the first time in this call, of whose streams no state was "
+                "kept. Its next calls are exact."
+            )
 
     def _fill(self, tensor: Tensor) -> Tensor:
         index, tensor = self._filled, tensor.detach()
@@ -148,14 +195,14 @@ class Frame:
             return tensor
         slot = self._slots[index]()
         if slot is not None:
-            self._check_kind(index, tensor)
+            self._check(index, slot, tensor)
             slot.value = tensor
             slot.version = -1 if tensor.is_inference() else tensor._version
-        if index == len(self._slots) - 1:
+        if index == len(self._slots) - 1 and not self._owner.fills_late:
             raise _Stop
         return tensor
 
-    def _check_kind(self, index: int, tensor: Tensor) -> None:
+    def _check(self, index: int, slot: Slot, tensor: Tensor) -> None:
         shape, dtype = self._kinds[index]
         if tensor.shape != shape or tensor.dtype != dtype:
             raise self._error(
@@ -163,6 +210,15 @@ class Frame:
                 f"{tuple(tensor.shape)} in the replay, so it did not do the same thing twice. "
                 "Leave it out with `layers=` or `check_fn=`."
             )
+        if slot.fingerprint is not None:
+            again = fingerprint(tensor)
+            if again is not None and not slot.fingerprint.matches(again):
+                raise self._error(
+                    f"saved tensor {index} of shape {tuple(shape)} with other values in the replay than in forward. "
+                    "Something that it reads has changed in between and was not seen: a file, an iterator, a thread, "
+                    "another module, `.data` of a tensor. Pass it as an argument, or leave the layer out with "
+                    "`layers=` or `check_fn=`."
+                )
 
     def _release_previous(self) -> None:
         # Under `retain_graph` slots outlive their use. Only one frame's values are held at a time.
@@ -186,7 +242,7 @@ class Frame:
             ) from error
 
     def _error(self, text: str) -> ReplayError:
-        return ReplayError(f"Recomputed layer {self._name!r} {text}")
+        return ReplayError(f"Recomputed layer {self._owner.name!r} {text}")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, pack
 CHECKPOINTS_ITSELF = "checkpoints itself"
 #: The layer was given a Hugging Face key-value cache, which stays alive for the replay.
 KEEPS_CACHE = "keeps a cache"
+#: An operator of the layer (RReLU) fills a tensor after autograd has saved it.
+FILLS_LATE = "fills late"
 
 
 def inspect_call(inputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> set[str]:
@@ -20,9 +22,10 @@ def inspect_call(inputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[st
     if any(map(_is_hf_cache, (*args, *kwargs.values()))):
         findings.add(KEEPS_CACHE)
     for node in graph_nodes(_tensors_in(output), stop_at=inputs):
+        if node.name().startswith("RreluWithNoise"):
+            findings.add(FILLS_LATE)
         if any(is_checkpoint_holder(packed) for packed, _ in packed_values(node)):
             findings.add(CHECKPOINTS_ITSELF)
-            break
     return findings
 
 

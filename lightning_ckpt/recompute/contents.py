@@ -1,0 +1,126 @@
+"""One way to read, compare and write back the content of anything that can change."""
+
+import collections
+import types
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+
+class SlotAttributes:
+    """The `__slots__` of an object, seen as a dictionary."""
+
+    def __init__(self, target: Any, names: list[str]) -> None:
+        self.target = target
+        self.names = names
+
+    def read(self) -> dict[Any, Any]:
+        return {name: getattr(self.target, name) for name in self.names if hasattr(self.target, name)}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        for name in self.names:
+            if name in content:
+                setattr(self.target, name, content[name])
+            elif hasattr(self.target, name):
+                delattr(self.target, name)
+
+
+class CellContent:
+    """What a closure's cell holds, seen as a dictionary."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.target = cell
+
+    def read(self) -> dict[Any, Any]:
+        try:
+            return {"cell_contents": self.target.cell_contents}
+        except ValueError:  # empty
+            return {}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        if content:
+            self.target.cell_contents = content["cell_contents"]
+        elif self.read():
+            del self.target.cell_contents
+
+
+class ArrayContent:
+    """The values of a NumPy array, seen as a dictionary of one value."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def read(self) -> dict[Any, Any]:
+        return {"values": self.target.tobytes()}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        import numpy as np
+
+        values = np.frombuffer(content["values"], self.target.dtype)
+        self.target[...] = values.reshape(self.target.shape)
+
+
+#: What `read_content` takes: containers of the language, `vars(object)`, and the classes above.
+Holder = Any
+Content = dict[Any, Any] | list[Any] | set[Any]
+
+
+def _dict_type(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
+    # The methods of the base class: subclasses (model outputs, batches) override theirs. An `OrderedDict` keeps an
+    # order of its own.
+    return collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+
+
+def read_content(holder: Holder) -> Content:
+    """A shallow copy of what `holder` holds."""
+    if type(holder) is dict:
+        return holder.copy()
+    if isinstance(holder, dict):
+        base = _dict_type(holder)
+        return dict(zip(base.keys(holder), base.values(holder), strict=True))
+    if isinstance(holder, (list, collections.deque)):
+        return list(holder)
+    if isinstance(holder, set):
+        return set(holder)
+    content: Content = holder.read()
+    return content
+
+
+def write_content(holder: Holder, content: Content) -> None:
+    """Make `holder` hold exactly `content`, in place."""
+    if isinstance(holder, dict):
+        base = _dict_type(holder)
+        base.clear(holder)
+        for key, value in content.items():  # type: ignore[union-attr]
+            base.__setitem__(holder, key, value)
+    elif isinstance(holder, list):
+        holder[:] = content
+    elif isinstance(holder, collections.deque):
+        holder.clear()
+        holder.extend(content)
+    elif isinstance(holder, set):
+        holder.clear()
+        holder.update(content)
+    else:
+        holder.write(content)
+
+
+def same_content(a: Content, b: Content) -> bool:
+    """True if both hold the same objects under the same keys, in the same order."""
+    if isinstance(a, set):
+        return a == b
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        assert isinstance(b, dict)
+        return all(map(_same_value, a.values(), b.values())) and list(a) == list(b)
+    return all(map(is_, a, b))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is bytes and a == b)
+
+
+def values_of(content: Content) -> Iterable[Any]:
+    """The values in a content, without their keys."""
+    return content.values() if isinstance(content, dict) else content

@@ -1,0 +1,270 @@
+"""What a call of a layer can see and change: everything mutable that is reached from some roots, bounded."""
+
+import collections
+import enum
+import functools
+import logging
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from lightning_ckpt.recompute.contents import (
+    ArrayContent,
+    CellContent,
+    Content,
+    Holder,
+    SlotAttributes,
+    read_content,
+    values_of,
+)
+
+DEPTH = 8  # nesting of containers and objects that is looked into
+ENTRIES = 10_000  # entries of one container, and of everything under one root
+
+_ATOMS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented)),
+        *(types.BuiltinFunctionType, types.ModuleType, types.MappingProxyType, types.GeneratorType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(threading.Lock())),
+    }
+)
+_OPAQUE_PACKAGES = {"torch", "lightning", "pytorch_lightning", "logging", "threading", "weakref", "builtins", "re"}
+# Tables of `nn.Module` that are looked after elsewhere: parameters by their flags and versions, hooks by `observers`.
+_MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training", "_buffers"} | {"forward", "_buffers"}
+
+
+class Place(NamedTuple):
+    """Where a tensor was found: the root, and a path that is the same at every call."""
+
+    root: str
+    path: str
+
+    def __str__(self) -> str:
+        return self.root + self.path
+
+
+class Stream(NamedTuple):
+    """A generator of random numbers: how to read and to set its state."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class Detached(NamedTuple):
+    """Stands in a content for a tensor that hangs on a graph: holding the graph would chain the frames of all steps."""
+
+    data: Tensor
+    ident: int
+
+
+class Reached:
+    """Holders with a shallow copy of their contents, tensors with their places, and random streams.
+
+    Attributes:
+        holders: everything that holds references and can change.
+        contents: what each of them holds; tensors with a graph are `Detached`.
+        tensors: tensors that are no parameters, without their graphs.
+        idents: `id` of each of these tensors.
+        places: where each of them was found.
+        streams: random generators.
+        modules: modules that were found outside of module tables, for example hidden in a list.
+        given_up: places that were too large to look into.
+        quick: whether the holders are dictionaries and lists without graphs, which one identity pass can check.
+    """
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.contents: list[Content] = []
+        self.tensors: list[Tensor] = []
+        self.idents: list[int] = []
+        self.places: list[Place] = []
+        self.streams: list[Stream] = []
+        self.modules: dict[int, tuple[str, nn.Module]] = {}
+        self.given_up: list[str] = []
+        self.quick = True
+        self._seen: dict[int, Any] = {}
+        self._root = ""
+        self._entries = 0
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        """Everything a module holds, but for its parameters, its hooks and its submodules."""
+        self._root, self._entries = name, 0
+        self._seen[id(module)] = module
+        self._hold(module.__dict__)
+        self._hold(module._modules, look=False)
+        self._hold(module._buffers)
+        for key, buffer in module._buffers.items():
+            self._look(buffer, f".{key}", DEPTH)
+        for key, value in list(module.__dict__.items()):
+            if key not in _MODULE_TABLES and type(value) not in _ATOMS:
+                self._look(value, f".{key}", DEPTH)
+
+    def extend(self, other: "Reached") -> None:
+        """Take in what another walk has reached: holders and what they hold."""
+        self.holders += other.holders
+        self.contents += other.contents
+        self._seen |= other._seen
+
+    def owns(self, value: Any) -> bool:
+        """True if `value` was reached."""
+        return id(value) in self._seen
+
+    def add(self, name: str, value: Any) -> None:
+        """Everything that is reached from `value`."""
+        self._root, self._entries = name, 0
+        self._look(value, "", DEPTH)
+
+    def _hold(self, holder: Holder, look: bool = True) -> Content:
+        content = read_content(holder)
+        if look and any(isinstance(value, Tensor) and value.grad_fn is not None for value in values_of(content)):
+            _cut_graphs(content)
+            self.quick = False
+        if type(holder) not in (dict, list):
+            self.quick = False
+        self.holders.append(holder)
+        self.contents.append(content)
+        self._entries += len(content)
+        return content
+
+    def _look(self, value: Any, path: str, depth: int) -> None:
+        kind = type(value)
+        if kind in _ATOMS or id(value) in self._seen or isinstance(value, (type, enum.Enum, weakref.ref)):
+            return
+        if isinstance(value, UninitializedTensorMixin):
+            return
+        self._seen[id(value)] = value  # also keeps its id from being given to another object meanwhile
+        if isinstance(value, Tensor):
+            self._add_tensor(value, path)
+        elif depth == 0 or self._entries > ENTRIES or (hasattr(value, "__len__") and _length(value) > ENTRIES):
+            self._give_up(path)
+        elif isinstance(value, nn.Module):
+            self.modules.setdefault(id(value), (f"{self._root}{path}", value))
+        elif stream := stream_of(value):
+            self.streams.append(stream)
+        elif isinstance(value, (tuple, frozenset)):
+            self._look_into(value, path, depth)
+        elif isinstance(value, (dict, list, set, collections.deque)):
+            content = self._hold(value)
+            self._look_into_content(value, content, path, depth)
+            if hasattr(value, "__dict__"):
+                self._look_into_attributes(value, path, depth)
+        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+            if value.flags.writeable and value.dtype.hasobject is False:
+                self._hold(ArrayContent(value))
+        elif kind is types.FunctionType:
+            self._look_into_function(value, path, depth)
+        elif kind is types.MethodType:
+            self._look(value.__self__, f"{path}.__self__", depth - 1)
+        elif isinstance(value, functools.partial):
+            self._look_into((value.func, value.args, value.keywords), path, depth)
+        elif isinstance(value, threading.local):
+            self._look_into_attributes(value, path, depth)
+        elif isinstance(value, SlotAttributes):
+            self._look_into_content(value.read(), self._hold(value), path, depth)
+        elif not is_opaque(value):
+            self._look_into_slots(value, path, depth)
+            if hasattr(value, "__dict__"):
+                self._look_into_attributes(value, path, depth)
+
+    def _add_tensor(self, tensor: Tensor, path: str) -> None:
+        if isinstance(tensor, nn.Parameter):
+            return
+        self.tensors.append(tensor.detach() if tensor.grad_fn is not None else tensor)
+        self.idents.append(id(tensor))
+        self.places.append(Place(self._root, path))
+
+    def _give_up(self, path: str) -> None:
+        self.given_up.append(f"{self._root}{path}")
+
+    def _look_into(self, values: Any, path: str, depth: int) -> None:
+        for i, value in enumerate(values):
+            self._look(value, f"{path}[{i}]", depth - 1)
+
+    def _look_into_content(self, holder: Holder, content: Content, path: str, depth: int) -> None:
+        # From the holder itself, since contents may hold stand-ins for tensors with graphs.
+        if isinstance(content, dict):
+            for key in content:
+                self._look(dict.__getitem__(holder, key), f"{path}[{key!r}]", depth - 1)
+        else:
+            self._look_into(list(holder), path, depth)
+
+    def _look_into_attributes(self, value: Any, path: str, depth: int) -> None:
+        attributes = vars(value)
+        self._hold(attributes)
+        for name, item in list(attributes.items()):
+            if type(item) not in _ATOMS:
+                self._look(item, f"{path}.{name}", depth - 1)
+
+    def _look_into_slots(self, value: Any, path: str, depth: int) -> None:
+        names = _slots_of(type(value))  # type: ignore[arg-type]
+        if names:
+            content = self._hold(SlotAttributes(value, names))
+            for name in content:
+                self._look(getattr(value, name), f"{path}.{name}", depth - 1)
+
+    def _look_into_function(self, function: types.FunctionType, path: str, depth: int) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if cell == types.CellType():
+                continue
+            value = cell.cell_contents
+            if type(value) in (int, float, bool, str, type(None), tuple):  # `nonlocal` can set it anew
+                self._hold(CellContent(cell))
+            self._look(value, f"{path}.{name}", depth - 1)
+
+
+def _cut_graphs(content: Content) -> None:
+    if isinstance(content, set):
+        return
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in list(items):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            content[key] = Detached(value.detach(), id(value))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (dict, list, set, tuple, frozenset, collections.deque)) else 0
+
+
+@functools.cache
+def _slots_of(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def is_opaque(value: Any) -> bool:
+    """True for objects of libraries that are never looked into."""
+    if isinstance(value, (enum.Enum, weakref.ref, logging.Logger, type, types.FunctionType, types.MethodType)):
+        return True
+    return type(value).__module__.partition(".")[0] in _OPAQUE_PACKAGES
+
+
+def stream_of(value: Any) -> Stream | None:
+    """How to read and set the state of a random generator, or None if `value` is none."""
+    if isinstance(value, torch.Generator):
+        return Stream(value.get_state, lambda state: (value.set_state(state), None)[1])
+    if isinstance(value, random.Random):
+        return Stream(value.getstate, value.setstate)
+    if isinstance(value, torch.quasirandom.SobolEngine):
+        return Stream(
+            lambda: (value.num_generated, value.quasi.clone()),
+            lambda state: value.__dict__.update(num_generated=state[0], quasi=state[1].clone()),
+        )
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        if isinstance(value, numpy.RandomState):
+            return Stream(value.get_state, value.set_state)
+        if isinstance(value, numpy.Generator):
+            bits = value.bit_generator
+            return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None

@@ -1,0 +1,235 @@
+"""The state of a layer around one call: photographed before it, installed for a replay, put back afterwards."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of, write_content
+from lightning_ckpt.recompute.inventory import Inventory, parameter_flags, versions
+from lightning_ckpt.recompute.reach import Detached, Place, Reached, Stream
+
+SMALL = 4096  # elements; buffers up to this size are copied at every call
+
+
+class _Regrow(torch.autograd.Function):
+    """A tensor that requires gradients and is no leaf, but hangs on no older graph."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor) -> Tensor:
+        return data.data  # an alias that autograd does not take for a view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def regrow(data: Tensor) -> Tensor:
+    """`data` as a tensor in the middle of a graph, for a replay that must see that it requires gradients."""
+    if not (data.is_floating_point() or data.is_complex()):
+        return data
+    with torch.enable_grad():
+        return _Regrow.apply(data.detach().requires_grad_())  # type: ignore[no-any-return]
+
+
+class State:
+    """A photograph of what a layer owns.
+
+    Holders are photographed by a shallow copy of their content; tensors by their version, and by a copy of their
+    values where the layer changes them in place (which its first calls show), or where nobody could tell (small
+    buffers: batch norm does not bump the version of its statistics).
+    """
+
+    def __init__(self, inventory: Inventory) -> None:
+        inventory.refresh()
+        self._inventory = inventory
+        self._quiet = inventory.quiet
+        self._busy = inventory.look_at_busy_roots()
+        self.learned = learned = inventory.learned
+        self._parameters = inventory.parameters
+        self._flags = parameter_flags(self._parameters)
+        self._parameter_versions = versions(self._parameters)
+        self._tensors: list[Tensor] = []
+        self._idents: list[int] = []
+        self._places: list[Place] = []
+        self._versions: list[int] = []
+        self._streams: list[tuple[Stream, Any]] = []
+        self._copies: dict[int, Tensor] = {}
+        self._missed: list[Place] = []
+        self._look_after(self._quiet)
+        self._look_after(self._busy)
+        if learned.learning:  # data-dependent initialisation happens in the first call
+            small = [parameter for parameter in self._parameters if parameter.numel() <= SMALL]
+            self._parameter_copies = {id(parameter): parameter.detach().clone() for parameter in small}
+        else:
+            self._parameter_copies = {}
+
+    def _look_after(self, reached: Reached) -> None:
+        learned = self.learned
+        self._tensors += reached.tensors
+        self._idents += reached.idents
+        self._places += reached.places
+        self._versions += versions(reached.tensors)
+        self._streams += [(stream, stream.read()) for stream in reached.streams]
+        for tensor, ident, place in zip(reached.tensors, reached.idents, reached.places, strict=True):
+            new = learned.learning or place not in learned.seen
+            if new or place in learned.changes or tensor.numel() <= SMALL:
+                self._copies[ident] = tensor.detach().clone()
+
+    def add(self, roots: dict[str, Any]) -> None:
+        """Photograph more roots for this call: modules and functions among the arguments."""
+        if roots:
+            more = Inventory.reach(roots)
+            self._busy.extend(more)
+            self._look_after(more)
+            parameters = [p for root in roots.values() if isinstance(root, nn.Module) for p in root.parameters()]
+            self._parameters = self._parameters + parameters
+            self._flags += parameter_flags(parameters)
+            self._parameter_versions += versions(parameters)
+
+    def owns(self, value: Any) -> bool:
+        """True if the photograph includes this object."""
+        return self._quiet.owns(value) or self._busy.owns(value)
+
+    def learn(self) -> None:
+        """Right after the call: see what the layer changed in place, remember it, and drop copies not needed."""
+        learned = self.learned
+        for tensor, ident, place, version in zip(
+            self._tensors, self._idents, self._places, self._versions, strict=True
+        ):
+            copy = self._copies.get(ident)
+            changed = not tensor.is_inference() and tensor._version != version
+            if copy is not None and not changed and (learned.learning or place not in learned.seen):
+                changed = not bitwise_equal(tensor, copy)
+            if changed:
+                learned.changes.add(place)
+                if copy is None:
+                    self._missed.append(place)
+            elif copy is not None and place not in learned.changes and tensor.numel() > SMALL:
+                del self._copies[ident]
+            learned.seen.add(place)
+        written = versions(self._parameters)
+        for parameter, before, after in zip(self._parameters, self._parameter_versions, written, strict=True):
+            if before == after:
+                self._parameter_copies.pop(id(parameter), None)
+            elif id(parameter) not in self._parameter_copies:
+                self._missed.append(Place("", f"a parameter of shape {tuple(parameter.shape)}"))
+        self._parameter_versions = written
+        learned.calls += 1
+
+    def objection(self) -> str | None:
+        """Why a replay from this photograph could not be exact, if so."""
+        if self._missed:
+            return (
+                f"changed {', '.join(map(str, self._missed))} in place for the first time in this call, of which no "
+                "copy existed. Its next calls are exact."
+            )
+        for parameter, version in zip(self._parameters, self._parameter_versions, strict=True):
+            if not parameter.is_inference() and parameter._version != version:
+                return (
+                    f"has a weight of shape {tuple(parameter.shape)} that was modified by an inplace operation between "
+                    f"forward and backward (it is at version {parameter._version}; expected version {version}). Run "
+                    "backward before the optimizer steps, or forward again after it."
+                )
+        for tensor, ident, place, version in zip(
+            self._tensors, self._idents, self._places, self._versions, strict=True
+        ):
+            if ident not in self._copies and not tensor.is_inference() and tensor._version != version:
+                return (
+                    f"holds `{place}` of shape {tuple(tensor.shape)}, which was modified by an inplace operation "
+                    "between forward and backward. Assign a new tensor instead, or change it after backward."
+                )
+        return None
+
+    @contextlib.contextmanager
+    def installed(self, streams: list[tuple[Stream, Any]]) -> Iterator[None]:
+        """The layer owns what it owned before the call; afterwards it owns what it does now.
+
+        Args:
+            streams: more random generators with the states they had.
+        """
+        with contextlib.ExitStack() as undo:
+            for stream, state in self._streams + streams:
+                undo.callback(stream.write, stream.read())
+                stream.write(state)
+            for parameter, flag in zip(self._parameters, self._flags, strict=True):
+                if parameter.requires_grad != flag:
+                    undo.callback(parameter.requires_grad_, parameter.requires_grad)
+                    parameter.requires_grad_(flag)
+            for parameter in self._parameters:
+                if id(parameter) in self._parameter_copies:
+                    undo.callback(_put_data, parameter, parameter.data)
+                    _put_data(parameter, self._parameter_copies[id(parameter)].clone())
+            stand_ins = {ident: copy.clone() for ident, copy in self._copies.items()}
+            grown: dict[int, Tensor] = {}
+
+            def then(value: Any) -> Any:
+                if type(value) is Detached:
+                    if value.ident not in grown:
+                        grown[value.ident] = regrow(stand_ins.get(value.ident, value.data))
+                    return grown[value.ident]
+                if isinstance(value, Tensor):
+                    return stand_ins.get(id(value), value)
+                if type(value) is tuple and stand_ins and any(isinstance(item, (Tensor, tuple)) for item in value):
+                    return tuple(map(then, value))
+                return value
+
+            undo.callback(self._put_back, *self._present(undo))
+            if stand_ins or not self._inventory_is_current():
+                _install(self._quiet.holders, self._quiet.contents, then)
+            _install(self._busy.holders, self._busy.contents, then)
+            yield
+
+    def _inventory_is_current(self) -> bool:
+        return self._inventory.quiet is self._quiet and self._inventory.unchanged()
+
+    def _present(self, undo: contextlib.ExitStack) -> tuple[list[Content], list[Content]]:
+        current = self._inventory_is_current()
+        quiet = self._quiet.contents if current else [read_content(holder) for holder in self._quiet.holders]
+        return quiet, [read_content(holder) for holder in self._busy.holders]
+
+    def _put_back(self, quiet: list[Content], busy: list[Content]) -> None:
+        if not (quiet is self._quiet.contents and self._inventory_is_current()):
+            _install(self._quiet.holders, quiet)
+        _install(self._busy.holders, busy)
+
+
+def _install(holders: list[Any], contents: list[Content], then: Any = None) -> None:
+    for holder, content in zip(holders, contents, strict=True):
+        if then is not None and any(isinstance(value, (Tensor, tuple)) for value in values_of(content)):
+            if isinstance(content, dict):
+                content = {key: then(value) for key, value in content.items()}
+            else:
+                content = type(content)(map(then, content))
+        if not same_content(content, read_content(holder)):
+            write_content(holder, content)
+
+
+def _put_data(parameter: Tensor, data: Tensor) -> None:
+    # Not `copy_`: that would bump the version, and break other graphs that hold the parameter.
+    parameter.data = data
+
+
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """True if both hold the same bits; NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.layout is not torch.strided or type(a) is not type(b):
+        return _parts_equal(a, b)
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _parts_equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout is torch.jagged:
+        return bitwise_equal(a.values(), b.values())
+    if a.layout is torch.sparse_coo:
+        return bitwise_equal(a._values(), b._values()) and bitwise_equal(a._indices(), b._indices())
+    if a.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
+        return bitwise_equal(a.values(), b.values())
+    return torch.equal(a, b)
