@@ -1,7 +1,8 @@
 """ActivationCheckpointing: the one object most users touch."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_ckpt.monitor import StepMonitor, callbacks_of
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
-from lightning_ckpt.recompute.foreign import find_foreign
+from lightning_ckpt.recompute.foreign import find_wrapped
 from lightning_ckpt.recompute.inspection import CHECKPOINTS_ITSELF, KEEPS_CACHE
 from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
@@ -27,8 +28,11 @@ class ActivationCheckpointing(pl.Callback):
     bit. What was chosen is printed once when ``fit`` starts.
 
     Layers are looked up after ``LightningModule.setup`` and ``configure_model``, so they may be built anywhere. Hugging
-    Face layers are recomputed in eval mode too, and their key-value caches are replayed. A layer that somebody else
-    recomputes already (Hugging Face's own switch, ``checkpoint_wrapper``) is left to them, with a warning.
+    Face layers are recomputed in eval mode too, and their key-value caches are replayed; their own checkpointing, where
+    it is on, is off meanwhile. A layer in PyTorch's ``checkpoint_wrapper`` is left to it, with a warning.
+
+    Where a recompute cannot be exact, an error names the layer and says what to do. As a net under everything else,
+    saved tensors are compared with those of the recompute by fingerprints (``verify``).
 
     A ``StepMonitor`` comes along unless the Trainer has one; it logs ``memory/peak_MiB``, ``memory/saved_MiB``,
     ``memory/avoided_MiB`` (MiB) and ``time/step_ms``, ``time/forward_ms``, ``time/backward_ms``,
@@ -45,6 +49,9 @@ class ActivationCheckpointing(pl.Callback):
         check_fn: A predicate on modules instead of ``layers``, as for PyTorch's ``apply_activation_checkpointing``.
         enabled: Set to false to train plainly, for example to compare the curves.
         monitor: Set to false to log no metrics.
+        verify: Which calls of a layer compare what the recompute saves with what forward saved, by fingerprints of
+            the tensors: ``sample``, the first ones in every mode and one in 64; ``always``, which costs some percent
+            of a step; or ``off``.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
@@ -65,15 +72,19 @@ class ActivationCheckpointing(pl.Callback):
         check_fn: Callable[[nn.Module], bool] | None = None,
         enabled: bool = True,
         monitor: bool = True,
+        verify: Literal["sample", "always", "off"] = "sample",
     ) -> None:
         check_every_n_layers(every_n_layers)
         if layers is not None and check_fn is not None:
             raise SelectionError("Give either `layers` or `check_fn`, not both.")
+        if verify not in ("sample", "always", "off"):
+            raise SelectionError(f"`verify={verify!r}` must be 'sample', 'always' or 'off'.")
         self.every_n_layers = every_n_layers
         self.layers = layers
         self.check_fn = check_fn
         self.enabled = enabled
         self.monitor = monitor
+        self.verify: Literal["sample", "always", "off"] = verify
         #: The layers that are recomputed, once ``fit`` has started.
         self.selection: Selection | None = None
         self._recomputed: list[Recompute] = []
@@ -109,18 +120,18 @@ class ActivationCheckpointing(pl.Callback):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
         self._refuse_overlap(trainer, chosen)
-        foreign = find_foreign(pl_module, chosen.layers)
-        for owner in dict.fromkeys(foreign.values()):
-            names = [name for name in foreign if foreign[name] == owner]
+        wrapped = find_wrapped(pl_module, chosen.layers)
+        if wrapped:
             rank_zero_warn(
-                f"{self!r}: {len(names)} of {len(chosen)} chosen layers are checkpointed already, as a whole "
-                f"or in part, by {owner}, and are left to it: {shorten_names(names)}. Switch that off to have them "
-                "recomputed exactly here."
+                f"{self!r}: {len(wrapped)} of {len(chosen)} chosen layers are checkpointed already, as a whole or in "
+                f"part, by PyTorch's `checkpoint_wrapper`, and are left to it: {shorten_names(wrapped)}. Do not wrap "
+                "them, to have them recomputed exactly here."
             )
-        own = {name: layer for name, layer in chosen.layers.items() if name not in foreign}
+        own = {name: layer for name, layer in chosen.layers.items() if name not in wrapped}
+        silencers = [_SilentLog(pl_module)]
         for name, layer in own.items():
             detach(layer)  # a deep copy of a model in training brings its attachment along
-            self._recomputed.append(attach(layer, name))
+            self._recomputed.append(attach(layer, name, self.verify, silencers))
         self.selection = Selection(own, chosen.matched)
         self._print(self.selection)
 
@@ -152,6 +163,12 @@ class ActivationCheckpointing(pl.Callback):
             lines = str(selection).splitlines()
             head = f"{self!r} recomputes in backward (all of them: `print(callback.selection.table())`)"
             rank_zero_info("\n  ".join([head, *lines]))
+        taken_over = [recompute for recompute in self._recomputed if recompute.taken_over]
+        if taken_over:
+            rank_zero_info(
+                f"{self!r}: Hugging Face's own checkpointing of {len(taken_over)} layers is off until the end of "
+                f"`fit`, since they are recomputed here: {_names(taken_over)}."
+            )
 
     @override
     def on_train_batch_end(
@@ -183,6 +200,13 @@ class ActivationCheckpointing(pl.Callback):
                 "replayed exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
             )
 
+        too_large = [f"{recompute.name}{place}" for recompute in self._recomputed for place in recompute.given_up]
+        if too_large:
+            rank_zero_warn(
+                f"{self!r}: too large to be kept for the recompute: {shorten_names(too_large)}. If a layer changes or "
+                "reads what changes in there, its recompute may differ; the fingerprints (`verify`) would tell."
+            )
+
     def _with_finding(self, finding: str) -> list[Recompute]:
         return [recompute for recompute in self._recomputed if finding in recompute.findings]
 
@@ -192,6 +216,13 @@ class ActivationCheckpointing(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._recomputed and type(exception).__module__ == "torch._dynamo.exc":
+            rank_zero_warn(
+                f"{self!r}: `torch.compile` cannot trace a recomputed layer; the error below shows which line of it. A "
+                "layer that changes its own state cannot be recomputed inside a compiled graph: put "
+                "`@torch.compiler.disable` on its `forward` to have it recomputed exactly outside of the graph, or "
+                "leave it out with `layers=` or `check_fn=`."
+            )
         self._detach(trainer)  # `teardown` does not run after an exception
 
     def _detach(self, trainer: pl.Trainer) -> None:
@@ -202,6 +233,28 @@ class ActivationCheckpointing(pl.Callback):
             if attached(recompute.layer) is recompute:
                 recompute.detach()
         self._recomputed.clear()
+
+
+class _SilentLog:
+    """Keeps `self.log` of the LightningModule from counting twice when a layer calls it."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        names = [name for name in ("log", "log_dict") if name not in self._module.__dict__]
+        for name in names:
+            self._module.__dict__[name] = _do_not_log
+        try:
+            yield
+        finally:
+            for name in names:
+                self._module.__dict__.pop(name, None)
+
+
+def _do_not_log(*args: Any, **kwargs: Any) -> None:
+    """`self.log` in a replay."""
 
 
 def _names(recomputed: Iterable[Recompute]) -> str:

@@ -415,6 +415,7 @@ def test_no_option_makes_training_inexact():
         "check_fn",
         "enabled",
         "monitor",
+        "verify",
         "return",
     }
 

@@ -120,6 +120,7 @@ def test_print_config_round_trip(capsys, tmp_path):
         "check_fn": None,
         "enabled": True,
         "monitor": True,
+        "verify": "sample",
     }
     path = tmp_path / "printed.yaml"
     path.write_text(printed)
@@ -154,6 +155,7 @@ def test_every_argument_has_help(capsys):
         "check_fn CHECK_FN": "A predicate on modules instead of",
         "enabled {true,false}": "Set to false to train plainly",
         "monitor {true,false}": "Set to false to log no metrics",
+        "verify {sample,always,off}": "Which calls of a layer compare what the recompute saves",
     }.items():
         assert f"--ckpt.{argument} {words}" in text
     assert "recompute chosen layers in backward" in text

@@ -100,3 +100,42 @@ def test_a_layer_that_compiles_a_function_inside_is_exact():
     plain = fit(make, data)
     torch._dynamo.reset()
     assert_equal(fit(make, data, [ActivationCheckpointing()]), plain)
+
+
+class Counts(Block):
+    """Changes its own state, which a compiled graph cannot replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(self.seen))
+        return super().forward(x) * len(self.seen)
+
+
+class CountsOutside(Counts):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_layer_that_cannot_be_exact_in_a_graph_is_an_error_with_its_line_and_the_cure():
+    def make():
+        return Training(torch.compile(nn.Sequential(nn.Linear(8, 8), Counts(), Counts()), backend="aot_eager"))
+
+    with (
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"self\.seen\.append"),
+        pytest.warns(UserWarning, match=r"put `@torch\.compiler\.disable` on its `forward`"),
+    ):
+        fit(make, callbacks=[ActivationCheckpointing()])
+
+
+def test_a_layer_that_is_kept_out_of_the_graph_is_exact():
+    def make():
+        model = nn.Sequential(nn.Linear(8, 8), CountsOutside(), CountsOutside())
+        return Training(torch.compile(model, backend="aot_eager"))
+
+    plain = fit(make)
+    torch._dynamo.reset()
+    assert_equal(fit(make, callbacks=[ActivationCheckpointing()]), plain)

@@ -96,21 +96,22 @@ def test_layers_are_recomputed_in_eval_mode_too(monkeypatch):
     assert calls.counts["model.transformer.h.1.mlp.c_fc"] == 4
 
 
-def test_layers_under_huggingface_own_checkpointing_are_left_to_it(monkeypatch):
+def test_huggingface_own_checkpointing_is_off_meanwhile_and_on_afterwards(monkeypatch, caplog):
     def make():
         module = llama(use_cache=False)
         module.model.activation_checkpointing_enable(every_n_layers=2)
         module.model.train()
         return module
 
-    plain = fit(make, tokens())
-    with pytest.warns(UserWarning, match=r"2 of 3 chosen layers.*activation_checkpointing_enable.*layers\.\{0, 2\}"):
-        assert_equal(fit(make, tokens(), [ActivationCheckpointing()]), plain)
+    plain = fit(lambda: llama(use_cache=False), tokens())
+    assert_equal(fit(make, tokens(), [ActivationCheckpointing()]), plain)
     module = make()
     calls = Calls(monkeypatch, module)
-    with pytest.warns(UserWarning, match="2 of 3 chosen layers"):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         trainer([ActivationCheckpointing()]).fit(module, tokens(1))
     assert [calls.counts[f"model.model.layers.{i}.mlp.gate_proj"] for i in range(3)] == [2, 2, 2]
+    assert "own checkpointing of 2 layers is off until the end of `fit`" in caplog.text
+    assert [layer.gradient_checkpointing for layer in module.model.model.layers] == [True, False, True]
 
 
 def test_the_users_config_is_not_changed():

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.recompute.fingerprint import Verify
+from lightning_ckpt.recompute.foreign import is_switched_on
 from lightning_ckpt.recompute.frame import Frame
 from lightning_ckpt.recompute.inspection import FILLS_LATE, inspect_call
 from lightning_ckpt.recompute.inventory import Inventory
@@ -31,6 +32,8 @@ class Recompute:
         silencers: make contexts that are entered around every replay.
         called: whether the layer has run with gradients on, outside of compiled code.
         findings: what its first calls showed that a user should know (see `inspection`).
+        given_up: names of what the layer can reach that is too large to be photographed.
+        taken_over: modules whose checkpointing by Hugging Face is off while this is attached.
         lock: held while the layer runs, for layers that are called from several threads.
     """
 
@@ -41,10 +44,14 @@ class Recompute:
         self.silencers = list(silencers)
         self.called = False
         self.findings: set[str] = set()
+        self.given_up: dict[str, None] = {}
         self.lock = threading.RLock()
         self._inventory: Inventory | None = None
         # A forward that somebody else put on the instance before; it runs inside and comes back afterwards.
         self._previous = layer.__dict__.get("forward")
+        self.taken_over = [module for module in layer.modules() if is_switched_on(module)]
+        for module in self.taken_over:
+            setattr(module, "gradient_checkpointing", False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None, "_inventory": None, "silencers": []}
@@ -67,9 +74,17 @@ class Recompute:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        if torch.compiler.is_compiling():  # PyTorch's own checkpoint is what the compiler can trace
+        if torch.compiler.is_compiling():
             self.called = True
-            return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+            if getattr(type(self.layer).forward, "_torchdynamo_disable", False):
+                return self._outside_of_the_graph(args, kwargs)
+            # PyTorch's own checkpoint is what the compiler can trace. Where it cannot (the layer changes its own
+            # state), it would run that checkpoint eagerly, without a word and without our care.
+            with torch._dynamo.error_on_graph_break(True):
+                return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+        return self._recomputed(args, kwargs)
+
+    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(parameter, UninitializedTensorMixin) for parameter in self.layer.parameters()):
             return self.run(*args, **kwargs)  # a lazy layer takes its shapes in this call
         with self.lock:
@@ -79,9 +94,14 @@ class Recompute:
             self.called = True
             if learning:
                 self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
+                self.given_up = dict.fromkeys([*self.inventory.given_up, *frame.arguments.given_up])
                 if self.fills_late:
                     frame.forget_fingerprints()
         return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _outside_of_the_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._recomputed(args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward."""
@@ -94,13 +114,16 @@ class Recompute:
         del self.layer.__dict__["forward"]
         if self._previous is not None:
             self.layer.forward = self._previous
+        for module in self.taken_over:
+            setattr(module, "gradient_checkpointing", True)
 
 
 def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: Iterable[Silencer] = ()) -> Recompute:
     """Recompute `layer` in backward from now on, until `detach`.
 
     Args:
-        layer: any module with a forward. It keeps its class, its parameters and their names, and its hooks.
+        layer: any module with a forward. It keeps its class, its parameters and their names, and its hooks. Hugging
+            Face's own checkpointing of it, or of parts of it, is switched off until then.
         name: its qualified name, for messages.
         verify: which calls compare what the replay saves with what forward saved, by fingerprints: the first of every
             mode and one in 64 (`"sample"`), all of them (`"always"`) or none (`"off"`). Default: `"sample"`.

@@ -1,26 +1,23 @@
-"""Find checkpointing that somebody else put on a model, so that no layer is recomputed twice over."""
+"""Checkpointing that somebody else put on a model: a layer must not be recomputed twice over."""
 
 from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-HUGGING_FACE = "Hugging Face's `activation_checkpointing_enable()`"
-WRAPPER = "PyTorch's `checkpoint_wrapper`"
 
-
-def find_foreign(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Those of `layers` that are recomputed already, as a whole or in part, with who does it."""
-    owners: dict[int, str] = {}
+def find_wrapped(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Names of those `layers` that PyTorch's `checkpoint_wrapper` recomputes already, as a whole or in part."""
+    wrapped: set[int] = set()
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
-            owners.update((id(part), WRAPPER) for part in module.modules())
-        # The flag alone means nothing on modules that only hold layers; a layer was also given a function to call.
-        elif getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-            owners[id(module)] = HUGGING_FACE
-    found = {}
-    for name, layer in layers.items():
-        owner = next((owners[id(part)] for part in layer.modules() if id(part) in owners), None)
-        if owner is not None:
-            found[name] = owner
-    return found
+            wrapped.update(id(part) for part in module.modules())
+    return [name for name, layer in layers.items() if any(id(part) in wrapped for part in layer.modules())]
+
+
+def is_switched_on(module: nn.Module) -> bool:
+    """True for a Hugging Face module on which `activation_checkpointing_enable()` has acted.
+
+    The flag alone means nothing on modules that only hold layers; a layer was also given a function to call.
+    """
+    return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
