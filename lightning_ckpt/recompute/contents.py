@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
+from torch import Tensor, nn
+
 
 class SlotAttributes:
     """The `__slots__` of an object, seen as a dictionary."""
@@ -58,6 +60,29 @@ class ArrayContent:
 
         values = np.frombuffer(content["values"], self.target.dtype)
         self.target[...] = values.reshape(self.target.shape)
+
+
+def is_parameter_view(value: Any) -> bool:
+    """True for a view of a parameter: FSDP1 keeps the weights of a module as such attributes and renews them itself."""
+    return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
+
+
+class ModuleAttributes:
+    """The attributes of a module, without weights that a strategy keeps there as views of a flat parameter."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.target = attributes
+
+    def read(self) -> dict[Any, Any]:
+        content = self.target.copy()
+        for key in [key for key, value in content.items() if is_parameter_view(value)]:
+            del content[key]
+        return content
+
+    def write(self, content: dict[Any, Any]) -> None:
+        weights = {key: value for key, value in self.target.items() if is_parameter_view(value)}
+        self.target.clear()
+        self.target.update(content | weights)
 
 
 #: What `read_content` takes: containers of the language, `vars(object)`, and the classes above.

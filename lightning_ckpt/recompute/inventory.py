@@ -6,7 +6,7 @@ hold what such a pass cannot check (sets, slots, activations), are *busy* and lo
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ckpt.recompute.contents import Content, Holder, read_content, same_content, values_of
+from lightning_ckpt.recompute.contents import Content, Holder, ModuleAttributes, read_content, same_content, values_of
 from lightning_ckpt.recompute.globals import mutable_globals
 from lightning_ckpt.recompute.reach import Place, Reached
 
@@ -71,7 +71,7 @@ class Inventory:
 
     def unchanged(self) -> bool:
         """True if every quiet holder holds the same objects as when the inventory was made."""
-        return sum(map(len, self.quiet.holders)) == len(self._flat) and all(
+        return sum(map(len, self._views)) == len(self._flat) and all(
             map(is_, chain.from_iterable(self._views), self._flat)
         )
 
@@ -95,7 +95,7 @@ class Inventory:
         self.quiet = self.reach({name: root for name, root in roots.items() if name not in self._busy})
         self._root_of = {id(h): name for name, reached in alone.items() for h in reached.holders}
         self.given_up = [place for reached in alone.values() for place in reached.given_up]
-        self._views = [dict.values(h) if isinstance(h, dict) else h for h in self.quiet.holders]
+        self._views = [_live_values(holder) for holder in self.quiet.holders]
         self._flat = [value for content in self.quiet.contents for value in values_of(content)]
         parameters = chain.from_iterable(module._parameters.values() for module in self.modules.values())
         self.inner_modules = [module for module in self.modules.values() if module is not self._layer]
@@ -130,6 +130,13 @@ class Inventory:
                 self._restless.add(self._root_of[id(holder)])
 
 
+def _live_values(holder: Holder) -> Collection[Any]:
+    """The values that a quick holder holds at any time."""
+    if isinstance(holder, ModuleAttributes):
+        return holder.target.values()
+    return holder.values() if isinstance(holder, dict) else holder
+
+
 def _is_outer(module: nn.Module) -> bool:
     # A LightningModule that a layer refers to: its own attributes can matter, the whole training run behind it cannot.
     return hasattr(type(module), "configure_optimizers")
@@ -137,7 +144,7 @@ def _is_outer(module: nn.Module) -> bool:
 
 def _without_mode(holder: Holder, content: Content) -> Content:
     # Going from training to validation and back changes no more than the mode, for which `Learned` has a place.
-    if isinstance(content, dict) and "training" in content and "_parameters" in content:
+    if isinstance(holder, ModuleAttributes) and isinstance(content, dict):
         return {key: value for key, value in content.items() if key != "training"}
     return content
 

@@ -21,7 +21,9 @@ from lightning_ckpt.recompute.contents import (
     CellContent,
     Content,
     Holder,
+    ModuleAttributes,
     SlotAttributes,
+    is_parameter_view,
     read_content,
     values_of,
 )
@@ -98,7 +100,9 @@ class Reached:
         """Everything a module holds, but for its parameters, its hooks and its submodules."""
         self._root, self._entries = name, 0
         self._seen[id(module)] = module
-        self._hold(module.__dict__)
+        content = self._hold(ModuleAttributes(module.__dict__))
+        if len(content) < len(module.__dict__):  # a strategy renews weights in there
+            self.quick = False
         self._hold(module._modules, look=False)
         self._hold(module._buffers)
         for key, buffer in module._buffers.items():
@@ -127,7 +131,7 @@ class Reached:
         if look and any(isinstance(value, Tensor) and value.grad_fn is not None for value in values_of(content)):
             _cut_graphs(content)
             self.quick = False
-        if type(holder) not in (dict, list):
+        if type(holder) not in (dict, list, ModuleAttributes):
             self.quick = False
         self.holders.append(holder)
         self.contents.append(content)
@@ -175,7 +179,7 @@ class Reached:
                 self._look_into_attributes(value, path, depth)
 
     def _add_tensor(self, tensor: Tensor, path: str) -> None:
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or is_parameter_view(tensor):
             return
         self.tensors.append(tensor.detach() if tensor.grad_fn is not None else tensor)
         self.idents.append(id(tensor))
