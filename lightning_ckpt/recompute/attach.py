@@ -85,8 +85,8 @@ class Recompute:
         return self._recomputed(args, kwargs)
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(isinstance(parameter, UninitializedTensorMixin) for parameter in self.layer.parameters()):
-            return self.run(*args, **kwargs)  # a lazy layer takes its shapes in this call
+        if self._inventory is None and _is_lazy(self.layer):
+            return self.run(*args, **kwargs)  # it takes its shapes in this call
         with self.lock:
             frame = Frame(self, args, kwargs)
             learning = frame.is_learning
@@ -116,6 +116,10 @@ class Recompute:
             self.layer.forward = self._previous
         for module in self.taken_over:
             setattr(module, "gradient_checkpointing", True)
+
+
+def _is_lazy(layer: nn.Module) -> bool:
+    return any(isinstance(parameter, UninitializedTensorMixin) for parameter in layer.parameters())
 
 
 def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: Iterable[Silencer] = ()) -> Recompute:

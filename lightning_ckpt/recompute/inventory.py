@@ -93,7 +93,6 @@ class Inventory:
         alone = {name: self.reach({name: root}) for name, root in roots.items()}
         self._busy = {name: root for name, root in roots.items() if name in self._restless or not alone[name].quick}
         self.quiet = self.reach({name: root for name, root in roots.items() if name not in self._busy})
-        self._root_of = {id(h): name for name, reached in alone.items() for h in reached.holders}
         self.given_up = [place for reached in alone.values() for place in reached.given_up]
         self._views = [_live_values(holder) for holder in self.quiet.holders]
         self._flat = [value for content in self.quiet.contents for value in values_of(content)]
@@ -113,6 +112,7 @@ class Inventory:
                 reached.add(name, vars(root))
             else:
                 reached.add_module(name, root)
+        reached.finish()
         return reached
 
     def _find_globals(self, roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -124,10 +124,10 @@ class Inventory:
                     yield name, value
 
     def _find_restless(self) -> None:
-        for holder, content in zip(self.quiet.holders, self.quiet.contents, strict=True):
+        for holder, content, root in zip(self.quiet.holders, self.quiet.contents, self.quiet.roots, strict=True):
             now = read_content(holder)
             if not same_content(_without_mode(holder, content), _without_mode(holder, now)):
-                self._restless.add(self._root_of[id(holder)])
+                self._restless.add(root)
 
 
 def _live_values(holder: Holder) -> Collection[Any]:

@@ -25,7 +25,6 @@ from lightning_ckpt.recompute.contents import (
     SlotAttributes,
     is_parameter_view,
     read_content,
-    values_of,
 )
 
 DEPTH = 8  # nesting of containers and objects that is looked into
@@ -72,6 +71,7 @@ class Reached:
 
     Attributes:
         holders: everything that holds references and can change.
+        roots: the root under which each of them was found.
         contents: what each of them holds; tensors with a graph are `Detached`.
         tensors: tensors that are no parameters, without their graphs.
         idents: `id` of each of these tensors.
@@ -84,6 +84,7 @@ class Reached:
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
+        self.roots: list[str] = []
         self.contents: list[Content] = []
         self.tensors: list[Tensor] = []
         self.idents: list[int] = []
@@ -92,7 +93,8 @@ class Reached:
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.given_up: list[str] = []
         self.quick = True
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}  # while walking; also keeps ids from being given to other objects meanwhile
+        self._owned: dict[int, Any] = {}
         self._root = ""
         self._entries = 0
 
@@ -114,12 +116,17 @@ class Reached:
     def extend(self, other: "Reached") -> None:
         """Take in what another walk has reached: holders and what they hold."""
         self.holders += other.holders
+        self.roots += other.roots
         self.contents += other.contents
-        self._seen |= other._seen
+        self._owned |= other._owned
+
+    def finish(self) -> None:
+        """The walk is over: let go of tensors and tuples that were met, which may hang on graphs."""
+        self._seen.clear()
 
     def owns(self, value: Any) -> bool:
-        """True if `value` was reached."""
-        return id(value) in self._seen
+        """True if `value` is a container or an object that was reached."""
+        return id(value) in self._owned
 
     def add(self, name: str, value: Any) -> None:
         """Everything that is reached from `value`."""
@@ -128,12 +135,12 @@ class Reached:
 
     def _hold(self, holder: Holder, look: bool = True) -> Content:
         content = read_content(holder)
-        if look and any(isinstance(value, Tensor) and value.grad_fn is not None for value in values_of(content)):
-            _cut_graphs(content)
+        if look and _cut_graphs(content):
             self.quick = False
         if type(holder) not in (dict, list, ModuleAttributes):
             self.quick = False
         self.holders.append(holder)
+        self.roots.append(self._root)
         self.contents.append(content)
         self._entries += len(content)
         return content
@@ -144,7 +151,7 @@ class Reached:
             return
         if isinstance(value, UninitializedTensorMixin):
             return
-        self._seen[id(value)] = value  # also keeps its id from being given to another object meanwhile
+        self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._add_tensor(value, path)
         elif depth == 0 or self._entries > ENTRIES or (hasattr(value, "__len__") and _length(value) > ENTRIES):
@@ -156,6 +163,7 @@ class Reached:
         elif isinstance(value, (tuple, frozenset)):
             self._look_into(value, path, depth)
         elif isinstance(value, (dict, list, set, collections.deque)):
+            self._owned[id(value)] = value
             content = self._hold(value)
             self._look_into_content(value, content, path, depth)
             if hasattr(value, "__dict__"):
@@ -174,6 +182,7 @@ class Reached:
         elif isinstance(value, SlotAttributes):
             self._look_into_content(value.read(), self._hold(value), path, depth)
         elif not is_opaque(value):
+            self._owned[id(value)] = value
             self._look_into_slots(value, path, depth)
             if hasattr(value, "__dict__"):
                 self._look_into_attributes(value, path, depth)
@@ -224,13 +233,28 @@ class Reached:
             self._look(value, f"{path}.{name}", depth - 1)
 
 
-def _cut_graphs(content: Content) -> None:
+def _cut_graphs(content: Content) -> bool:
+    """Put stand-ins in place of tensors that hang on a graph; whether there were any."""
     if isinstance(content, set):
-        return
-    items = content.items() if isinstance(content, dict) else enumerate(content)
-    for key, value in list(items):
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            content[key] = Detached(value.detach(), id(value))
+        return False
+    cut = False
+    for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+        if isinstance(value, (Tensor, tuple)):
+            without = _without_graph(value)
+            if without is not value:
+                content[key] = without
+                cut = True
+    return cut
+
+
+def _without_graph(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else Detached(value.detach(), id(value))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        items = [_without_graph(item) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return value._make(items) if hasattr(value, "_make") else tuple(items)
+    return value
 
 
 def _length(value: Any) -> int:

@@ -81,10 +81,12 @@ class State:
     def add(self, roots: dict[str, Any]) -> None:
         """Photograph more roots for this call: modules and functions among the arguments."""
         if roots:
+            modules = {name: root for name, root in roots.items() if isinstance(root, nn.Module)}
+            roots = roots | {f"{n}.{sub}": part for n, m in modules.items() for sub, part in m.named_modules() if sub}
             more = Inventory.reach(roots)
             self._busy.extend(more)
             self._look_after(more)
-            parameters = [p for root in roots.values() if isinstance(root, nn.Module) for p in root.parameters()]
+            parameters = [parameter for module in modules.values() for parameter in module.parameters()]
             self._parameters = self._parameters + parameters
             self._flags += parameter_flags(parameters)
             self._parameter_versions += versions(parameters)
@@ -172,11 +174,13 @@ class State:
                     return grown[value.ident]
                 if isinstance(value, Tensor):
                     return stand_ins.get(id(value), value)
-                if type(value) is tuple and stand_ins and any(isinstance(item, (Tensor, tuple)) for item in value):
-                    return tuple(map(then, value))
+                if isinstance(value, tuple):
+                    items = [then(item) for item in value]
+                    if any(new is not old for new, old in zip(items, value, strict=True)):
+                        return value._make(items) if hasattr(value, "_make") else tuple(items)
                 return value
 
-            undo.callback(self._put_back, *self._present(undo))
+            undo.callback(self._put_back, *self._present())
             if stand_ins or not self._inventory_is_current():
                 _install(self._quiet.holders, self._quiet.contents, then)
             _install(self._busy.holders, self._busy.contents, then)
@@ -185,7 +189,7 @@ class State:
     def _inventory_is_current(self) -> bool:
         return self._inventory.quiet is self._quiet and self._inventory.unchanged()
 
-    def _present(self, undo: contextlib.ExitStack) -> tuple[list[Content], list[Content]]:
+    def _present(self) -> tuple[list[Content], list[Content]]:
         current = self._inventory_is_current()
         quiet = self._quiet.contents if current else [read_content(holder) for holder in self._quiet.holders]
         return quiet, [read_content(holder) for holder in self._busy.holders]
