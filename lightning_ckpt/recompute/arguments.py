@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ckpt.recompute.reach import ENTRIES, Stream, is_opaque, stream_of
+from lightning_ckpt.recompute.reach import ENTRIES, is_opaque
 from lightning_ckpt.recompute.state import bitwise_equal, regrow
+from lightning_ckpt.recompute.streams import Stream, stream_of
 
 _DEPTH = 6  # nesting of containers that is looked into; caches and batches need three
 _SCALARS = (int, float, bool, str, type(None))

@@ -4,12 +4,9 @@ import collections
 import enum
 import functools
 import logging
-import random
-import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +23,7 @@ from lightning_ckpt.recompute.contents import (
     is_parameter_view,
     read_content,
 )
+from lightning_ckpt.recompute.streams import Stream, stream_of
 
 DEPTH = 8  # nesting of containers and objects that is looked into
 ENTRIES = 10_000  # entries of one container, and of everything under one root
@@ -50,13 +48,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return self.root + self.path
-
-
-class Stream(NamedTuple):
-    """A generator of random numbers: how to read and to set its state."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
 
 
 class Detached(NamedTuple):
@@ -275,24 +266,3 @@ def is_opaque(value: Any) -> bool:
     if isinstance(value, (enum.Enum, weakref.ref, logging.Logger, type, types.FunctionType, types.MethodType)):
         return True
     return type(value).__module__.partition(".")[0] in _OPAQUE_PACKAGES
-
-
-def stream_of(value: Any) -> Stream | None:
-    """How to read and set the state of a random generator, or None if `value` is none."""
-    if isinstance(value, torch.Generator):
-        return Stream(value.get_state, lambda state: (value.set_state(state), None)[1])
-    if isinstance(value, random.Random):
-        return Stream(value.getstate, value.setstate)
-    if isinstance(value, torch.quasirandom.SobolEngine):
-        return Stream(
-            lambda: (value.num_generated, value.quasi.clone()),
-            lambda state: value.__dict__.update(num_generated=state[0], quasi=state[1].clone()),
-        )
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        if isinstance(value, numpy.RandomState):
-            return Stream(value.get_state, value.set_state)
-        if isinstance(value, numpy.Generator):
-            bits = value.bit_generator
-            return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of, write_content
 from lightning_ckpt.recompute.inventory import Inventory, parameter_flags, versions
-from lightning_ckpt.recompute.reach import Detached, Place, Reached, Stream
+from lightning_ckpt.recompute.reach import Detached, Place, Reached
+from lightning_ckpt.recompute.streams import Stream
 
 SMALL = 4096  # elements; buffers up to this size are copied at every call
 
