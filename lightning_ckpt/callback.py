@@ -90,6 +90,7 @@ class ActivationCheckpointing(pl.Callback):
         self._recomputed: list[Recompute] = []
         self._arm: Callable[[], None] | None = None
         self._reported = False
+        self._given_up: set[str] = set()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("every_n_layers", "layers", "check_fn", "enabled")}
@@ -128,7 +129,7 @@ class ActivationCheckpointing(pl.Callback):
                 "them, to have them recomputed exactly here."
             )
         own = {name: layer for name, layer in chosen.layers.items() if name not in wrapped}
-        silencers = [_SilentLog(pl_module)]
+        silencers = [_SilentLog(trainer)]
         for name, layer in own.items():
             detach(layer)  # a deep copy of a model in training brings its attachment along
             self._recomputed.append(attach(layer, name, self.verify, silencers))
@@ -177,6 +178,8 @@ class ActivationCheckpointing(pl.Callback):
         if self._recomputed and not self._reported:
             self._reported = True
             self._report_first_batch()
+        if any(recompute.given_up for recompute in self._recomputed):
+            self._report_given_up()
 
     def _report_first_batch(self) -> None:
         idle = [recompute.name for recompute in self._recomputed if not recompute.called]
@@ -200,11 +203,20 @@ class ActivationCheckpointing(pl.Callback):
                 "replayed exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
             )
 
-        too_large = [f"{recompute.name}{place}" for recompute in self._recomputed for place in recompute.given_up]
-        if too_large:
+    def _report_given_up(self) -> None:
+        """Say what cannot be photographed, also where it grows too large later."""
+        given_up = [
+            recompute.name + (place if place.startswith(".") else f": {place}")
+            for recompute in self._recomputed
+            for place in recompute.given_up
+        ]
+        new = [place for place in given_up if place not in self._given_up]
+        if new:
+            self._given_up.update(new)
             rank_zero_warn(
-                f"{self!r}: too large to be kept for the recompute: {shorten_names(too_large)}. If a layer changes or "
-                "reads what changes in there, its recompute may differ; the fingerprints (`verify`) would tell."
+                f"{self!r}: cannot be kept for the recompute: {shorten_names(new)}. If a layer changes it, or reads "
+                "what changes in it, its recompute may differ; all its calls are verified from now on (`verify`), so "
+                "that this would be an error."
             )
 
     def _with_finding(self, finding: str) -> list[Recompute]:
@@ -236,21 +248,25 @@ class ActivationCheckpointing(pl.Callback):
 
 
 class _SilentLog:
-    """Keeps `self.log` of the LightningModule from counting twice when a layer calls it."""
+    """Keeps `self.log` of the LightningModule from counting twice when a layer calls it.
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+    It is stopped where the Trainer collects it: a layer may hold `self.log` itself, bound before.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        names = [name for name in ("log", "log_dict") if name not in self._module.__dict__]
-        for name in names:
-            self._module.__dict__[name] = _do_not_log
+        results = self._trainer._results
+        if results is None or "log" in results.__dict__:
+            yield
+            return
+        results.__dict__["log"] = _do_not_log
         try:
             yield
         finally:
-            for name in names:
-                self._module.__dict__.pop(name, None)
+            del results.__dict__["log"]
 
 
 def _do_not_log(*args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -256,28 +257,28 @@ def chosen_layers(layers: list[str], every_n_layers: int) -> list[str]:
     return [name for name in counted if not any(name.startswith(f"{other}.") for other in counted)]
 
 
-def count_forwards(patch: pytest.MonkeyPatch, model: nn.Module) -> Counter[str]:
-    """Count forward calls of every module of `model`, Hugging Face layers and replays included, from now on.
+def record_forwards(patch: pytest.MonkeyPatch, model: nn.Module) -> SimpleQueue[str]:
+    """Record forward calls of every module of `model`, Hugging Face layers and replays included, from now on.
 
-    Hugging Face layers compare their class's `forward` with the one they have wrapped, but only where their own
-    switch is on, and here it is off.
+    In a queue, since a replay would put back a counter that it can reach. Hugging Face layers compare their class's
+    `forward` with the one they have wrapped, but only where their own switch is on, and here it is off.
     """
-    counts: Counter[str] = Counter()
+    record: SimpleQueue[str] = SimpleQueue()
     names = {id(module): name for name, module in model.named_modules()}
 
-    def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def count_and_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def record_and_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) in names:
-                counts[names[id(module)]] += 1
+                record.put(names[id(module)])
             return forward(module, *args, **kwargs)
 
-        return count_and_run
+        return record_and_run
 
     for cls in {type(module) for module in model.modules()}:
         if "forward" in vars(cls):
-            patch.setattr(cls, "forward", counted(cls.forward))
-    return counts
+            patch.setattr(cls, "forward", recorded(cls.forward))
+    return record
 
 
 @dataclass
@@ -293,9 +294,9 @@ def train(architecture: Architecture, *callbacks: ActivationCheckpointing, **tra
     torch.manual_seed(0)
     module = Training(architecture.build(), architecture.loss)
     with pytest.MonkeyPatch.context() as patch:
-        calls = count_forwards(patch, module.model)
+        record = record_forwards(patch, module.model)
         run = fit(lambda: module, data, callbacks, **trainer_kwargs)
-    return CountedRun(run, calls)
+    return CountedRun(run, Counter(record.get() for _ in range(record.qsize())))
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def test_saved_plus_avoided_is_what_the_plain_run_saves(tmp_path):
     for with_callback, without in zip(recomputed, plain, strict=True):
         total = with_callback["memory/saved_MiB"] + with_callback["memory/avoided_MiB"]
         assert total == without["memory/saved_MiB"]
-        assert with_callback["memory/saved_MiB"] < without["memory/saved_MiB"] / 2
+        assert with_callback["memory/saved_MiB"] < 0.6 * without["memory/saved_MiB"]
         assert with_callback["memory/peak_MiB"] < without["memory/peak_MiB"]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_ckpt.measure.live import LiveBytes
 from lightning_ckpt.recompute import private
 from lightning_ckpt.recompute.settings import get_settings, set_settings
 
@@ -62,7 +63,7 @@ class Ambient:
 
 def _is_counter(mode: object) -> bool:
     # Modes that measure must not see a replay that happens outside of them.
-    return hasattr(mode, "flop_counts") or hasattr(mode, "counter") or hasattr(mode, "peak")
+    return isinstance(mode, LiveBytes) or type(mode).__module__ == "torch.utils.flop_counter"
 
 
 @contextlib.contextmanager

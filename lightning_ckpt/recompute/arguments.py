@@ -2,18 +2,20 @@
 
 import collections
 import copy
+import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_ckpt.recompute.reach import ENTRIES, is_opaque
-from lightning_ckpt.recompute.state import bitwise_equal, regrow
+from lightning_ckpt.recompute.reach import ENTRIES, is_array, is_opaque, slots_of
 from lightning_ckpt.recompute.streams import Stream, stream_of
+from lightning_ckpt.recompute.tensors import bitwise_equal, copy_exactly, regrow
 
 _DEPTH = 6  # nesting of containers that is looked into; caches and batches need three
-_SCALARS = (int, float, bool, str, type(None))
+_SCALARS = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
 
 
 class Arguments:
@@ -62,7 +64,7 @@ class Arguments:
         if copied:
             for name, tensor in zip(self._names, self.tensors, strict=True):
                 if copied is True or name in copied:
-                    self._copies[id(tensor)] = tensor.detach().clone()
+                    self._copies[id(tensor)] = copy_exactly(tensor)
         self._missed: str | None = None
 
     def learn(self) -> set[str]:
@@ -113,17 +115,23 @@ class Arguments:
         return None
 
     def for_replay(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for one replay; containers are fresh for each, since a replay may change them."""
-        if not self._has_copies:
-            return self._args, self._kwargs
-        grown: dict[int, Tensor] = {}
+        """Arguments for one replay: fresh containers, since a replay may change them, and aliases of activations.
 
-        def grow(value: Any) -> Any:
+        An alias hangs on no graph, so that a gradient hook that the replay puts on it does not act on the caller's.
+        """
+        aliases: dict[int, Tensor] = {}
+
+        def alias(value: Any) -> Any:
             if isinstance(value, _Kept):
-                return grown.setdefault(id(value), value.grow())
+                return aliases.setdefault(id(value), value.grow())
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                if id(value) not in aliases:
+                    aliases[id(value)] = value.detach().requires_grad_()
+                return aliases[id(value)]
             return value
 
-        return Arguments(self._args, self._kwargs, self._owned)._rewritten(grow)
+        again = Arguments(self._args, self._kwargs, self._owned) if self._has_copies else self
+        return again._rewritten(alias)
 
     def streams(self) -> list[tuple[Stream, Any]]:
         """Random generators among the arguments, with the states they had."""
@@ -140,18 +148,21 @@ class Arguments:
             return seen[id(value)]
         if isinstance(value, nn.Module):
             self.modules[f"argument {name}"] = value
-        elif isinstance(value, (types.FunctionType, types.MethodType)):
+        elif isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)):
             self.functions[f"argument {name}"] = value
         elif stream := stream_of(value):
             self._streams.append((stream, stream.read()))
-        elif type(value).__module__ == "numpy":
+        elif is_array(value):
             self._has_copies = True
-            return copy.copy(value)
+            seen[id(value)] = value.copy()
+            return seen[id(value)]
+        elif isinstance(value, Iterator):  # what it has given cannot be put back
+            self.given_up.append(f"argument {name} (an iterator)")
         elif depth == 0 or self._is_too_large(value):
             self.given_up.append(f"argument {name}")
         elif isinstance(value, tuple):
             items = [self._keep(item, f"{name}[{i}]", seen, depth - 1) for i, item in enumerate(value)]
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+            return tuple.__new__(type(value), items)
         elif isinstance(value, (list, dict, set, collections.deque)) or _is_plain_object(value):
             return self._keep_mutable(value, name, seen, depth - 1)
         return value
@@ -162,8 +173,13 @@ class Arguments:
         return self._entries > ENTRIES
 
     def _keep_mutable(self, value: Any, name: str, seen: dict[int, Any], depth: int) -> Any:
+        try:
+            kept = copy.copy(value)
+        except Exception:  # files and locks refuse to be copied, and so do objects that hold them
+            self.given_up.append(f"argument {name} (it cannot be copied)")
+            return value
         self._has_copies = True
-        seen[id(value)] = kept = copy.copy(value)
+        seen[id(value)] = kept
         self._own.add(id(kept))
         # The methods of the base class: subclasses (model outputs, batches) override theirs.
         if isinstance(kept, list):
@@ -179,6 +195,12 @@ class Arguments:
             attributes = vars(kept)
             for attribute, item in attributes.items():
                 attributes[attribute] = self._keep(item, f"{name}.{attribute}", seen, depth)
+        for attribute in slots_of(kept.__class__):
+            if hasattr(kept, attribute):
+                item = getattr(kept, attribute)
+                again = self._keep(item, f"{name}.{attribute}", seen, depth)
+                if again is not item:
+                    object.__setattr__(kept, attribute, again)
         return kept
 
     def _rewritten(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -188,9 +210,9 @@ class Arguments:
             changed = change(value)
             if changed is not value:
                 return changed
-            if isinstance(value, tuple):
+            if isinstance(value, tuple) and not isinstance(value, torch.Size):
                 items = [rewrite(item) for item in value]
-                return value._make(items) if hasattr(value, "_make") else type(value)(items)
+                return tuple.__new__(type(value), items)
             if id(value) not in done and id(value) in self._own:
                 done.add(id(value))
                 if isinstance(value, list):
@@ -203,6 +225,11 @@ class Arguments:
                     attributes = vars(value)
                     for name, item in attributes.items():
                         attributes[name] = rewrite(item)
+                for name in slots_of(value.__class__):
+                    if hasattr(value, name):
+                        item = rewrite(getattr(value, name))
+                        if item is not getattr(value, name):
+                            object.__setattr__(value, name, item)
             return value
 
         done: set[int] = set()
@@ -222,7 +249,9 @@ class _Kept:
 
 
 def _is_plain_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, Tensor)) and not is_opaque(value)
+    if isinstance(value, (nn.Module, type, Tensor)) or is_opaque(value):
+        return False
+    return hasattr(value, "__dict__") or bool(slots_of(value.__class__))
 
 
 def _version(tensor: Tensor) -> int:

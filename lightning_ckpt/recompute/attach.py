@@ -32,7 +32,7 @@ class Recompute:
         silencers: make contexts that are entered around every replay.
         called: whether the layer has run with gradients on, outside of compiled code.
         findings: what its first calls showed that a user should know (see `inspection`).
-        given_up: names of what the layer can reach that is too large to be photographed.
+        given_up: names of what the layer can reach that cannot be photographed: what is too large, and iterators.
         taken_over: modules whose checkpointing by Hugging Face is off while this is attached.
         lock: held while the layer runs, for layers that are called from several threads.
     """
@@ -69,7 +69,7 @@ class Recompute:
     @property
     def fills_late(self) -> bool:
         """Whether the layer holds an operator that fills a tensor after autograd saved it."""
-        return FILLS_LATE in self.findings
+        return FILLS_LATE in self.findings or self.inventory.names_late_operator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -92,9 +92,9 @@ class Recompute:
             learning = frame.is_learning
             output = frame.forward(args, kwargs)
             self.called = True
+            self.given_up |= dict.fromkeys(frame.given_up)
             if learning:
                 self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
-                self.given_up = dict.fromkeys([*self.inventory.given_up, *frame.arguments.given_up])
                 if self.fills_late:
                     frame.forget_fingerprints()
         return output
@@ -119,7 +119,7 @@ class Recompute:
 
 
 def _is_lazy(layer: nn.Module) -> bool:
-    return any(isinstance(parameter, UninitializedTensorMixin) for parameter in layer.parameters())
+    return any(isinstance(item, UninitializedTensorMixin) for item in (*layer.parameters(), *layer.buffers()))
 
 
 def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: Iterable[Silencer] = ()) -> Recompute:

@@ -1,6 +1,7 @@
 """One way to read, compare and write back the content of anything that can change."""
 
 import collections
+import threading
 import types
 from collections.abc import Iterable
 from operator import is_
@@ -25,6 +26,39 @@ class SlotAttributes:
                 setattr(self.target, name, content[name])
             elif hasattr(self.target, name):
                 delattr(self.target, name)
+
+
+class ClassAttributes:
+    """Some attributes of a class itself, seen as a dictionary; inherited ones are not its own."""
+
+    def __init__(self, target: type, names: list[str]) -> None:
+        self.target = target
+        self.names = names
+
+    def read(self) -> dict[Any, Any]:
+        own = vars(self.target)
+        return {name: own[name] for name in self.names if name in own}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        for name in self.names:
+            if name in content:
+                setattr(self.target, name, content[name])
+            elif name in vars(self.target):
+                delattr(self.target, name)
+
+
+class ThreadLocalContent:
+    """What a `threading.local` holds in the thread that asks: a replay may run in another one than forward did."""
+
+    def __init__(self, target: threading.local) -> None:
+        self.target = target
+
+    def read(self) -> dict[Any, Any]:
+        return self.target.__dict__.copy()
+
+    def write(self, content: dict[Any, Any]) -> None:
+        self.target.__dict__.clear()
+        self.target.__dict__.update(content)
 
 
 class CellContent:

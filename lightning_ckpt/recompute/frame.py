@@ -16,7 +16,7 @@ from lightning_ckpt.recompute.arguments import Arguments
 from lightning_ckpt.recompute.fingerprint import Fingerprint, fingerprint, is_verified
 from lightning_ckpt.recompute.host_random import HostStreams, Window
 from lightning_ckpt.recompute.observers import Muted, hook_tables, spied_on, without
-from lightning_ckpt.recompute.state import State
+from lightning_ckpt.recompute.state import State, UnexpectedError
 from lightning_ckpt.recompute.watch import announced_replay, watched
 
 if TYPE_CHECKING:
@@ -86,13 +86,20 @@ class Frame:
         self._ambient = Ambient(devices)
         self._window = Window.current()
         self._host = HostStreams() if learned.learning or learned.draws else None
-        self._verified = is_verified(owner.verify, learned.calls, learned.learning) and not owner.fills_late
+        unseen = learned.learning or bool(owner.given_up)
+        self._verified = is_verified(owner.verify, learned.calls, unseen) and not owner.fills_late
         self._muted: Muted = []
         self._slots: list[weakref.ref[Slot]] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
         self._filled = 0
+        self._running = False
         # Storages that autograd would have kept; noted only while somebody watches.
         self.unsaved = StorageSizes() if watched() else None
+
+    @property
+    def given_up(self) -> list[str]:
+        """What the call could reach that cannot be photographed."""
+        return self._state.given_up + self.arguments.given_up
 
     @property
     def is_learning(self) -> bool:
@@ -102,8 +109,12 @@ class Frame:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the layer while everything autograd saves is replaced by empty slots, and learn what it changed."""
         tables = hook_tables(self._owner.inventory.inner_modules)
-        with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
-            output = self._owner.run(*args, **kwargs)
+        self._running = True
+        try:
+            with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
+                output = self._owner.run(*args, **kwargs)
+        finally:
+            self._running = False
         learned = self._state.learned
         if self._host is not None and not learned.draws:
             learned.draws = HostStreams() != self._host
@@ -122,14 +133,15 @@ class Frame:
     def _pack(self, tensor: Tensor) -> Slot:
         slot = Slot(self, fingerprint(tensor) if self._verified else None)
         self._slots.append(weakref.ref(slot))
-        self._kinds.append((tensor.shape, tensor.dtype))
+        self._kinds.append((None if _has_no_shape(tensor) else tensor.shape, tensor.dtype))
         if self.unsaved is not None:
             self.unsaved.add(tensor)
         return slot
 
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.value is None:
-            with self._owner.lock:
+            # A layer that takes gradients in its forward waits for this thread: it must not wait for the layer.
+            with contextlib.nullcontext() if self._running else self._owner.lock:
                 if slot.value is None:
                     self._replay()
         if slot.value is None:
@@ -151,8 +163,11 @@ class Frame:
             raise self._error(objection)
         self._release_previous()
         self._filled = 0
-        with announced_replay(), _deeper(), self._host_streams(), self._state.installed(self.arguments.streams()):
-            self._ambient.run(self._run_again)
+        try:
+            with announced_replay(), _deeper(), self._host_streams(), self._state.installed(self.arguments.streams()):
+                self._ambient.run(self._run_again)
+        except UnexpectedError as error:
+            raise self._error(str(error)) from None
 
     def _run_again(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -161,9 +176,19 @@ class Frame:
             args, kwargs = self.arguments.for_replay()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without(self._muted))
-            stack.enter_context(contextlib.suppress(_Stop))
             stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
-            self._owner.run(*args, **kwargs)
+            try:
+                self._owner.run(*args, **kwargs)
+            except _Stop:
+                pass
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if self._filled < len(self._slots):  # else it comes of the stop, which the layer has caught
+                    raise self._error(
+                        f"raised {type(error).__name__}({error}) in the replay but not in forward, so something that "
+                        "it reads has changed in between. Leave it out with `layers=` or `check_fn=`."
+                    ) from error
 
     @contextlib.contextmanager
     def _host_streams(self) -> Iterator[None]:
@@ -183,41 +208,41 @@ class Frame:
                 now.restore()
         if drew:
             self._state.learned.draws = True
-            raise self._error(
+            raise UnexpectedError(
                 "drew from `random` or `numpy.random` for the first time in this call, of whose streams no state was "
                 "kept. Its next calls are exact."
             )
 
     def _fill(self, tensor: Tensor) -> Tensor:
-        index, tensor = self._filled, tensor.detach()
+        index, value = self._filled, tensor.data if self._state.rewrites(tensor) else tensor.detach()
         self._filled += 1
         if index >= len(self._slots):  # only when something swallowed the stop
-            return tensor
+            return value
         slot = self._slots[index]()
         if slot is not None:
             self._check(index, slot, tensor)
-            slot.value = tensor
-            slot.version = -1 if tensor.is_inference() else tensor._version
+            slot.value = value
+            slot.version = -1 if value.is_inference() else value._version
         if index == len(self._slots) - 1 and not self._owner.fills_late:
             raise _Stop
-        return tensor
+        return value
 
     def _check(self, index: int, slot: Slot, tensor: Tensor) -> None:
         shape, dtype = self._kinds[index]
-        if tensor.shape != shape or tensor.dtype != dtype:
+        if (shape is not None and tensor.shape != shape) or tensor.dtype != dtype:
             raise self._error(
-                f"saved tensor {index} as {dtype} of shape {tuple(shape)} in forward but as {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)} in the replay, so it did not do the same thing twice. "
+                f"saved tensor {index} as {dtype} of shape {tuple(shape or ())} in forward but as {tensor.dtype} of "
+                f"shape {tuple(tensor.shape)} in the replay, so it did not do the same thing twice. "
                 "Leave it out with `layers=` or `check_fn=`."
             )
         if slot.fingerprint is not None:
             again = fingerprint(tensor)
             if again is not None and not slot.fingerprint.matches(again):
                 raise self._error(
-                    f"saved tensor {index} of shape {tuple(shape)} with other values in the replay than in forward. "
-                    "Something that it reads has changed in between and was not seen: a file, an iterator, a thread, "
-                    "another module, `.data` of a tensor. Pass it as an argument, or leave the layer out with "
-                    "`layers=` or `check_fn=`."
+                    f"saved tensor {index} of shape {tuple(tensor.shape)} with other values in the replay than in "
+                    "forward. Something that it reads has changed in between and was not seen: a file, an iterator, a "
+                    "thread, a hook, another module, `.data` of a tensor, a view of one. Pass it as an argument, or "
+                    "leave the layer out with `layers=` or `check_fn=`."
                 )
 
     def _release_previous(self) -> None:
@@ -243,6 +268,10 @@ class Frame:
 
     def _error(self, text: str) -> ReplayError:
         return ReplayError(f"Recomputed layer {self._owner.name!r} {text}")
+
+
+def _has_no_shape(tensor: Tensor) -> bool:
+    return tensor.is_nested and tensor.layout is torch.strided
 
 
 @contextlib.contextmanager

@@ -1,93 +1,143 @@
-"""Module-level state that a layer's own methods name: trackers, counters, caches, switches."""
+"""State outside of its instances that a layer's own methods name: trackers, counters, caches, switches."""
 
-import collections
 import functools
 import sys
-import threading
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_ckpt.recompute.contents import SlotAttributes
+from lightning_ckpt.recompute.contents import ClassAttributes, SlotAttributes
 
 # Libraries keep what they keep in globals for reasons of their own.
 _LIBRARIES = {"torch", "builtins", "transformers", "torchmetrics", "lightning", "pytorch_lightning", "numpy", "timm"}
+_LIBRARIES |= set(sys.stdlib_module_names)
+_NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+@dataclass
+class _Named:
+    """What code refers to: names in modules, classes, and functions that carry state of their own."""
+
+    names: dict[str, dict[str, None]] = field(default_factory=dict)
+    classes: dict[type, None] = field(default_factory=dict)
+    functions: dict[types.FunctionType, None] = field(default_factory=dict)
+    _seen: set[types.CodeType] = field(default_factory=set)
+
+    def add_class(self, cls: type) -> None:
+        """A class of the user's: its own attributes, and what its methods refer to."""
+        for base in cls.__mro__:
+            if _is_library(base.__module__) or base in self.classes:
+                continue
+            self.classes[base] = None
+            for member in vars(base).values():
+                for function in _functions_of(member):
+                    # Not what another module has patched in.
+                    if function.__globals__.get("__name__") == base.__module__:
+                        self.add_function(function)
+
+    def add_function(self, function: types.FunctionType) -> None:
+        """What a function refers to, and the functions it calls."""
+        if function.__code__ in self._seen or _is_library(function.__module__):
+            return
+        if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+            self.functions[function] = None
+        self._scan(function.__code__, function.__globals__)
+        for wrapped in _functions_of(function)[1:]:
+            self.add_function(wrapped)
+
+    def _scan(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        self._seen.add(code)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType) and inner not in self._seen:
+                self._scan(inner, space)
+        home = space.get("__name__", "")
+        for name in code.co_names:
+            if name in space:
+                self._add(home, name, space[name])
+                value = space[name]
+                if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+                    for attribute in code.co_names:
+                        if attribute in vars(value):
+                            self._add(value.__name__, attribute, vars(value)[attribute])
+
+    def _add(self, home: str, name: str, value: Any) -> None:
+        # What functions and classes of other modules do to their own globals is not followed: no end to it.
+        if isinstance(value, types.FunctionType):
+            if value.__module__ == home:
+                self.add_function(value)
+        elif isinstance(value, type):
+            if value.__module__ == home and not issubclass(value, nn.Module):
+                self.add_class(value)
+        elif not isinstance(value, (*_NO_STATE, nn.Module)) and not name.startswith("__"):
+            self.names.setdefault(home, {})[name] = None
+
+
+def _is_library(module: str | None) -> bool:
+    return module is None or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
+
+
+def _functions_of(member: Any) -> list[types.FunctionType]:
+    """The plain functions in a member of a class: itself, behind descriptors, and what decorators have wrapped."""
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    if isinstance(member, property):
+        return [function for part in (member.fget, member.fset) if part for function in _functions_of(part)]
+    if not isinstance(member, types.FunctionType):
+        return []
+    found = [member]
+    for cell in member.__closure__ or ():
+        if cell != types.CellType() and isinstance(cell.cell_contents, types.FunctionType):
+            found.append(cell.cell_contents)
+    wrapped = getattr(member, "__wrapped__", None)
+    if isinstance(wrapped, types.FunctionType) and wrapped not in found:
+        found.append(wrapped)
+    return found
 
 
 @functools.cache
-def _named_globals(cls: type) -> tuple[tuple[str, str], ...]:
-    """Module and name of every global that methods of `cls`, and functions they call in their module, refer to."""
-    found: dict[tuple[str, str], None] = {}
-    seen: set[types.CodeType] = set()
-
-    def scan(code: types.CodeType, space: dict[str, Any]) -> None:
-        if code in seen:
-            return
-        seen.add(code)
-        home = space.get("__name__", "")
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                scan(inner, space)
-        for name in code.co_names:
-            value = space.get(name)
-            if isinstance(value, types.FunctionType) and value.__module__ == home:
-                scan(value.__code__, value.__globals__)
-            elif name in space:
-                found[home, name] = None
-
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        for member in vars(base).values():
-            # Not what another module has patched in.
-            if isinstance(member, types.FunctionType) and member.__globals__.get("__name__") == base.__module__:
-                scan(member.__code__, member.__globals__)
-    return tuple(found)
+def _named_by(cls: type) -> _Named:
+    named = _Named()
+    named.add_class(cls)
+    return named
 
 
-def mutable_globals(cls: type) -> Iterator[tuple[str, Any]]:
-    """State outside of its instances that methods of `cls` name, each with a name for it.
+def named_state(cls: type) -> Iterator[tuple[str, Any]]:
+    """Roots of state that methods of `cls` name, each with a name for it.
 
-    Global containers and objects are given as they are; plain values, which are assigned anew, as the `SlotAttributes`
-    of their module; the same for the class's own attributes.
+    Globals are given as attributes of their modules, since they may be assigned anew; so are attributes of classes;
+    functions that close over something, have defaults or attributes are given as they are.
     """
-    plain: dict[str, list[str]] = {}
-    for home, name in _named_globals(cls):
-        value = getattr(sys.modules.get(home), name, None)
-        if type(value) in _PLAIN:
-            plain.setdefault(home, []).append(name)
-        elif _is_state(value, home):
-            yield f"{home}.{name}", value
-    for home, names in plain.items():
-        yield f"{home}.({', '.join(names)})", SlotAttributes(sys.modules[home], names)
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] not in _LIBRARIES:
-            names = []
-            for name, value in vars(base).items():
-                if name.startswith("__"):
-                    continue
-                if type(value) in _PLAIN:
-                    names.append(name)
-                elif isinstance(value, _CONTAINERS):
-                    yield f"{base.__qualname__}.{name}", value
-                elif isinstance(value, types.FunctionType):
-                    for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-                        if isinstance(default, _CONTAINERS):
-                            yield f"{base.__qualname__}.{name} (a default)", default
-            if names:
-                yield f"{base.__qualname__}.({', '.join(names)})", SlotAttributes(base, names)
+    named = _named_by(cls)
+    for home, names in named.names.items():
+        if home in sys.modules:
+            yield f"{home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))
+    attributes = {
+        name: None
+        for base in named.classes
+        for name, value in vars(base).items()
+        if not name.startswith("__") and not _is_code(value)
+    }
+    for base in named.classes:
+        if attributes:
+            yield f"{base.__qualname__}.({', '.join(attributes)})", ClassAttributes(base, list(attributes))
+    for function in named.functions:
+        yield f"{function.__qualname__}()", function
 
 
-_CONTAINERS = (dict, list, set, collections.deque)
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (*_NO_STATE, staticmethod, classmethod, property)) or hasattr(value, "__get__")
 
 
-def _is_state(value: Any, home: str) -> bool:
-    if isinstance(value, (*_CONTAINERS, threading.local)):
-        return True
-    if isinstance(value, (type, nn.Module, types.FunctionType, types.ModuleType)) or value is None:
-        return False
-    return type(value).__module__ == home and hasattr(value, "__dict__")
+def names_late_operator(cls: type) -> bool:
+    """True if a method of `cls` or of its bases names `rrelu`, which fills its noise after autograd has saved it."""
+    codes = [
+        function.__code__
+        for base in cls.__mro__
+        if base is not nn.Module
+        for member in vars(base).values()
+        for function in _functions_of(member)
+    ]
+    return any("rrelu" in name.lower() for code in codes for name in code.co_names)

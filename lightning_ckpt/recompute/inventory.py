@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ckpt.recompute.contents import Content, Holder, ModuleAttributes, read_content, same_content, values_of
-from lightning_ckpt.recompute.globals import mutable_globals
-from lightning_ckpt.recompute.reach import Place, Reached
+from lightning_ckpt.recompute.globals import named_state, names_late_operator
+from lightning_ckpt.recompute.reach import GLOBAL_HOOKS, Place, Reached, hook_tables_of
 
 LEARNING_CALLS = 2
 
@@ -31,6 +31,8 @@ class Learned:
         changes: places of tensors that the layer changes in place.
         draws: whether it draws from `random` or `numpy.random`.
         arguments: names of tensor arguments that the layer changes in place.
+        parameters: numbers of parameters that the layer itself writes.
+        runs_backward: whether it runs backward in its forward, and so adds to gradients.
     """
 
     calls: int = 0
@@ -38,6 +40,8 @@ class Learned:
     changes: set[Place] = field(default_factory=set)
     draws: bool = False
     arguments: set[str] = field(default_factory=set)
+    parameters: set[int] = field(default_factory=set)
+    runs_backward: bool = False
 
     @property
     def learning(self) -> bool:
@@ -49,6 +53,8 @@ class Inventory:
 
     Attributes:
         inner_modules: these without the layer itself.
+        hook_tables: the tables of their forward hooks.
+        names_late_operator: whether they name an operator that fills a tensor after autograd saved it.
         modules: the layer's modules and those found hidden in its attributes, by name within the layer.
         quiet: what the quiet roots hold. Never changed, but replaced, so that frames can share it.
         parameters: every parameter of the modules, once.
@@ -71,8 +77,11 @@ class Inventory:
 
     def unchanged(self) -> bool:
         """True if every quiet holder holds the same objects as when the inventory was made."""
-        return sum(map(len, self._views)) == len(self._flat) and all(
-            map(is_, chain.from_iterable(self._views), self._flat)
+        return (
+            list(map(len, self._views)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._flat))
+            and all(map(is_, chain.from_iterable(self._dicts), self._keys))
+            and sum(map(len, self.hook_tables)) == self._hook_count
         )
 
     def look_at_busy_roots(self) -> Reached:
@@ -81,14 +90,14 @@ class Inventory:
 
     def _build(self) -> None:
         roots: dict[str, Any] = {f".{name}" if name else "": part for name, part in self._layer.named_modules()}
+        forward = self._layer.__dict__.get("forward")
+        previous = getattr(forward, "_previous", None)  # what somebody else had put on the instance
+        if previous is not None:
+            roots["forward"] = previous
+        if any(GLOBAL_HOOKS):
+            roots["global hooks"] = [table for table in GLOBAL_HOOKS if table]
         roots |= {f"global {name}": value for name, value in self._find_globals(roots)}
-        hidden = self.reach(roots).modules
-        known = {id(part) for part in roots.values()}
-        while hidden:
-            roots |= {name: part for ident, (name, part) in hidden.items() if ident not in known}
-            known |= hidden.keys()
-            found = self.reach(dict(hidden.values())).modules
-            hidden = {ident: item for ident, item in found.items() if ident not in known}
+        roots = with_hidden_modules(roots)
         self.modules = {name: part for name, part in roots.items() if isinstance(part, nn.Module)}
         alone = {name: self.reach({name: root}) for name, root in roots.items()}
         self._busy = {name: root for name, root in roots.items() if name in self._restless or not alone[name].quick}
@@ -96,6 +105,15 @@ class Inventory:
         self.given_up = [place for reached in alone.values() for place in reached.given_up]
         self._views = [_live_values(holder) for holder in self.quiet.holders]
         self._flat = [value for content in self.quiet.contents for value in values_of(content)]
+        self._lengths = list(map(len, self.quiet.contents))
+        # A `ModuleAttributes` has the keys of the module's own dictionary.
+        targets = [getattr(holder, "target", holder) for holder in self.quiet.holders]
+        self._dicts = [target for target in targets if isinstance(target, dict)]
+        self._keys = [key for content in self.quiet.contents if isinstance(content, dict) for key in content]
+        self.hook_tables = [table for module in self.modules.values() for table in hook_tables_of(module)[:2]]
+        self.hook_tables += GLOBAL_HOOKS
+        self._hook_count = sum(map(len, self.hook_tables))
+        self.names_late_operator = any(map(names_late_operator, {type(module) for module in self.modules.values()}))
         parameters = chain.from_iterable(module._parameters.values() for module in self.modules.values())
         self.inner_modules = [module for module in self.modules.values() if module is not self._layer]
         self.parameters = list({id(p): p for p in parameters if p is not None}.values())
@@ -108,7 +126,7 @@ class Inventory:
         for name, root in roots.items():
             if not isinstance(root, nn.Module):
                 reached.add(name, root)
-            elif _is_outer(root):
+            elif is_outer(root):
                 reached.add(name, vars(root))
             else:
                 reached.add_module(name, root)
@@ -118,7 +136,7 @@ class Inventory:
     def _find_globals(self, roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for module in roots.values():
-            for name, value in mutable_globals(type(module)):
+            for name, value in named_state(type(module)):
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield name, value
@@ -130,6 +148,31 @@ class Inventory:
                 self._restless.add(root)
 
 
+def with_hidden_modules(roots: dict[str, Any]) -> dict[str, Any]:
+    """`roots` and all modules that are reached from them, with their submodules."""
+    found = dict(roots)
+    known = {id(part) for part in roots.values()}
+    new = {
+        f"{name}.{sub}": part
+        for name, root in roots.items()
+        if isinstance(root, nn.Module) and not is_outer(root)
+        for sub, part in root.named_modules()
+        if id(part) not in known
+    }
+    found |= new
+    known |= {id(part) for part in new.values()}
+    new = found
+    while new:
+        hidden = Inventory.reach(new).modules.values()
+        new = {}
+        for name, module in hidden:
+            parts = [("", module)] if is_outer(module) else module.named_modules()
+            new |= {f"{name}.{sub}".rstrip("."): part for sub, part in parts if id(part) not in known}
+        known |= {id(part) for part in new.values()}
+        found |= new
+    return found
+
+
 def _live_values(holder: Holder) -> Collection[Any]:
     """The values that a quick holder holds at any time."""
     if isinstance(holder, ModuleAttributes):
@@ -137,8 +180,8 @@ def _live_values(holder: Holder) -> Collection[Any]:
     return holder.values() if isinstance(holder, dict) else holder
 
 
-def _is_outer(module: nn.Module) -> bool:
-    # A LightningModule that a layer refers to: its own attributes can matter, the whole training run behind it cannot.
+def is_outer(module: nn.Module) -> bool:
+    """True for a LightningModule: its own attributes can matter to a layer, the training run behind it cannot."""
     return hasattr(type(module), "configure_optimizers")
 
 

@@ -5,45 +5,67 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_ckpt.recompute.contents import read_content, same_content
+from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of
+from lightning_ckpt.recompute.inventory import is_outer, versions
+from lightning_ckpt.recompute.reach import GLOBAL_HOOKS, Detached, Reached, cut_graphs
 
 Table = MutableMapping[int, Any]
 Muted = list[tuple[Table, int]]
-
-_GLOBAL_TABLES: list[Table] = [
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_forward_pre_hooks,
-]
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Table]:
     """The tables of forward hooks of modules inside a layer, and the global ones."""
     inside = chain.from_iterable((module._forward_hooks, module._forward_pre_hooks) for module in modules)
-    return [*inside, *_GLOBAL_TABLES]
+    return [*inside, *GLOBAL_HOOKS]
 
 
 class _Spy:
-    """Runs a hook and notes whether it only watched: returned None, changed no tensor it saw, nothing of its module.
+    """Runs a hook and notes whether it only watched.
 
-    (Some hooks act without returning anything: the one of the old `spectral_norm` sets the weight.)
+    A hook acts if it returns something, changes a tensor or a container it is given, an attribute of its module, or
+    anything it holds itself (the layer may read that): then it runs in the replay too, and what it changes of what can
+    be reached is put back there. (The hook of the old `spectral_norm` returns nothing, but sets the weight.)
     """
 
-    def __init__(self, hook: Any, muted: Muted, entry: tuple[Table, int]) -> None:
-        self._hook = hook
-        self._muted = muted
+    def __init__(self, hook: Any, acted: dict[tuple[int, int], bool], entry: tuple[int, int]) -> None:
+        self.hook = hook
+        self._acted = acted
         self._entry = entry
 
     def __call__(self, module: nn.Module, *rest: Any, **kwargs: Any) -> Any:
-        values = chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in rest)
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        attributes, versions = read_content(module.__dict__), [tensor._version for tensor in tensors]
-        output = self._hook(module, *rest, **kwargs)
-        untouched = same_content(attributes, module.__dict__) and versions == [t._version for t in tensors]
-        if output is None and untouched:
-            self._muted.append(self._entry)
+        seen = Reached()
+        seen.add("given", [*rest, kwargs])
+        seen.add("hook", self.hook)
+        for name, part in list(seen.modules.values()):  # a method of the layer, as a rule
+            if not is_outer(part):
+                seen.add_module(name, part)
+        before = versions(seen.tensors)
+        attributes = read_content(module.__dict__)
+        output = self.hook(module, *rest, **kwargs)
+        acted = (
+            output is not None
+            or not same_content(attributes, read_content(module.__dict__))
+            or before != versions(seen.tensors)
+            or any(_changed(holder, content) for holder, content in zip(seen.holders, seen.contents, strict=True))
+        )
+        self._acted[self._entry] = self._acted.get(self._entry, False) or acted
         return output
+
+
+def _changed(holder: Any, content: Content) -> bool:
+    now = read_content(holder)
+    cut_graphs(now)
+    return len(now) != len(content) or any(
+        not _same(one, other) for one, other in zip(values_of(now), values_of(content), strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is Detached and type(other) is Detached:
+        return one.ident == other.ident and one.data.data_ptr() == other.data.data_ptr()
+    return one is other or (type(one) is bytes and one == other) or (type(one) is tuple and type(other) is tuple)
 
 
 @contextlib.contextmanager
@@ -59,14 +81,21 @@ def _replaced(entries: list[tuple[Table, int, Any, Any]]) -> Iterator[None]:
                 table[key] = old
 
 
-def spied_on(tables: list[Table], muted: Muted) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def spied_on(tables: list[Table], muted: Muted) -> Iterator[None]:
     """Note in `muted` which hooks only watch while a layer runs."""
     if not any(tables):
-        return contextlib.nullcontext()
-    entries = [
-        (table, key, hook, _Spy(hook, muted, (table, key))) for table in tables for key, hook in list(table.items())
-    ]
-    return _replaced(entries)
+        yield
+        return
+    acted: dict[tuple[int, int], bool] = {}
+    entries = []
+    for table in tables:
+        for key, hook in list(table.items()):
+            hook = hook.hook if isinstance(hook, _Spy) else hook  # the spy of a call in another thread
+            entries.append((table, key, hook, _Spy(hook, acted, (id(table), key))))
+    with _replaced(entries):
+        yield
+    muted += [(table, key) for table, key, *_ in entries if acted.get((id(table), key)) is False]
 
 
 def without(muted: Muted) -> contextlib.AbstractContextManager[None]:

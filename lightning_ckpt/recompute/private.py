@@ -8,6 +8,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often a tensor counts as changed in place."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def function_modes() -> list[TorchFunctionMode]:
     """The `TorchFunctionMode`s that are entered now, outermost first."""
     if not torch._C._len_torch_function_stack():
@@ -49,7 +54,7 @@ def set_sdp_priority(order: Any) -> None:
 
 def get_parametrization_cache() -> tuple[int, dict[Any, Any]]:
     """Whether `torch.nn.utils.parametrize.cached()` is entered, and what it holds."""
-    return parametrize._cache_enabled, dict(parametrize._cache)
+    return parametrize._cache_enabled, dict(parametrize._cache)  # never compare: it holds tensors
 
 
 def set_parametrization_cache(state: tuple[int, dict[Any, Any]]) -> None:

@@ -4,9 +4,11 @@ import collections
 import enum
 import functools
 import logging
+import sys
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +18,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from lightning_ckpt.recompute.contents import (
     ArrayContent,
     CellContent,
+    ClassAttributes,
     Content,
     Holder,
     ModuleAttributes,
     SlotAttributes,
+    ThreadLocalContent,
     is_parameter_view,
     read_content,
 )
@@ -31,13 +35,20 @@ ENTRIES = 10_000  # entries of one container, and of everything under one root
 _ATOMS = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented)),
-        *(types.BuiltinFunctionType, types.ModuleType, types.MappingProxyType, types.GeneratorType),
+        *(types.ModuleType, types.MappingProxyType),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(threading.Lock())),
     }
 )
 _OPAQUE_PACKAGES = {"torch", "lightning", "pytorch_lightning", "logging", "threading", "weakref", "builtins", "re"}
 # Tables of `nn.Module` that are looked after elsewhere: parameters by their flags and versions, hooks by `observers`.
 _MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training", "_buffers"} | {"forward", "_buffers"}
+
+
+#: Tables of forward hooks that act on all modules.
+GLOBAL_HOOKS: list[dict[int, Any]] = [
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+]
 
 
 class Place(NamedTuple):
@@ -66,6 +77,7 @@ class Reached:
         contents: what each of them holds; tensors with a graph are `Detached`.
         tensors: tensors that are no parameters, without their graphs.
         idents: `id` of each of these tensors.
+        fixed: those of them that sit where nothing can be put in their place.
         places: where each of them was found.
         streams: random generators.
         modules: modules that were found outside of module tables, for example hidden in a list.
@@ -79,6 +91,7 @@ class Reached:
         self.contents: list[Content] = []
         self.tensors: list[Tensor] = []
         self.idents: list[int] = []
+        self.fixed: set[int] = set()
         self.places: list[Place] = []
         self.streams: list[Stream] = []
         self.modules: dict[int, tuple[str, nn.Module]] = {}
@@ -87,16 +100,22 @@ class Reached:
         self._seen: dict[int, Any] = {}  # while walking; also keeps ids from being given to other objects meanwhile
         self._owned: dict[int, Any] = {}
         self._root = ""
+        self._in_fixed = False
         self._entries = 0
 
     def add_module(self, name: str, module: nn.Module) -> None:
         """Everything a module holds, but for its parameters, its hooks and its submodules."""
         self._root, self._entries = name, 0
         self._seen[id(module)] = module
+        self._look_into_slots(module, "", DEPTH)
         content = self._hold(ModuleAttributes(module.__dict__))
         if len(content) < len(module.__dict__):  # a strategy renews weights in there
             self.quick = False
         self._hold(module._modules, look=False)
+        for table in hook_tables_of(module):
+            if table:
+                self._hold(table)
+                self._look_into(list(table.values()), ".hooks", DEPTH)
         self._hold(module._buffers)
         for key, buffer in module._buffers.items():
             self._look(buffer, f".{key}", DEPTH)
@@ -126,9 +145,9 @@ class Reached:
 
     def _hold(self, holder: Holder, look: bool = True) -> Content:
         content = read_content(holder)
-        if look and _cut_graphs(content):
+        if look and cut_graphs(content):
             self.quick = False
-        if type(holder) not in (dict, list, ModuleAttributes):
+        if type(holder) not in (dict, list, collections.OrderedDict, ModuleAttributes):
             self.quick = False
         self.holders.append(holder)
         self.roots.append(self._root)
@@ -138,7 +157,7 @@ class Reached:
 
     def _look(self, value: Any, path: str, depth: int) -> None:
         kind = type(value)
-        if kind in _ATOMS or id(value) in self._seen or isinstance(value, (type, enum.Enum, weakref.ref)):
+        if kind in _ATOMS or id(value) in self._seen or isinstance(value, (type, enum.Enum)):
             return
         if isinstance(value, UninitializedTensorMixin):
             return
@@ -153,24 +172,34 @@ class Reached:
             self.streams.append(stream)
         elif isinstance(value, (tuple, frozenset)):
             self._look_into(value, path, depth)
+        elif isinstance(value, weakref.ref):
+            self._look(value(), path, depth - 1)
         elif isinstance(value, (dict, list, set, collections.deque)):
             self._owned[id(value)] = value
             content = self._hold(value)
             self._look_into_content(value, content, path, depth)
+            self._look_into_slots(value, path, depth)
             if hasattr(value, "__dict__"):
                 self._look_into_attributes(value, path, depth)
-        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-            if value.flags.writeable and value.dtype.hasobject is False:
+        elif is_array(value):
+            if value.flags.writeable and not value.dtype.hasobject:
                 self._hold(ArrayContent(value))
         elif kind is types.FunctionType:
             self._look_into_function(value, path, depth)
-        elif kind is types.MethodType:
-            self._look(value.__self__, f"{path}.__self__", depth - 1)
+        elif isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
+            self._look(value.__self__, path, depth - 1)
+            if isinstance(value, types.MethodType):
+                self._look(value.__func__, path, depth - 1)
         elif isinstance(value, functools.partial):
-            self._look_into((value.func, value.args, value.keywords), path, depth)
+            self._look(value.func, path, depth - 1)
+            self._look_into_fixed(value.args, path, depth)
+            self._look(value.keywords, path, depth - 1)
         elif isinstance(value, threading.local):
-            self._look_into_attributes(value, path, depth)
-        elif isinstance(value, SlotAttributes):
+            content = self._hold(ThreadLocalContent(value))
+            self._look_into(list(content.values()), path, depth)  # type: ignore[union-attr]
+        elif isinstance(value, Iterator):  # what it has given cannot be put back
+            self._give_up(f"{path} (an iterator)")
+        elif isinstance(value, (SlotAttributes, ClassAttributes)):
             self._look_into_content(value.read(), self._hold(value), path, depth)
         elif not is_opaque(value):
             self._owned[id(value)] = value
@@ -183,6 +212,8 @@ class Reached:
             return
         self.tensors.append(tensor.detach() if tensor.grad_fn is not None else tensor)
         self.idents.append(id(tensor))
+        if self._in_fixed:
+            self.fixed.add(id(tensor))
         self.places.append(Place(self._root, path))
 
     def _give_up(self, path: str) -> None:
@@ -191,6 +222,14 @@ class Reached:
     def _look_into(self, values: Any, path: str, depth: int) -> None:
         for i, value in enumerate(values):
             self._look(value, f"{path}[{i}]", depth - 1)
+
+    def _look_into_fixed(self, values: Any, path: str, depth: int) -> None:
+        before, self._in_fixed = self._in_fixed, True
+        for i, value in enumerate(values):
+            if isinstance(value, (Tensor, tuple)):
+                self._look(value, f"{path}[{i}]", depth - 1)
+        self._in_fixed = before
+        self._look_into([value for value in values if not isinstance(value, (Tensor, tuple))], path, depth)
 
     def _look_into_content(self, holder: Holder, content: Content, path: str, depth: int) -> None:
         # From the holder itself, since contents may hold stand-ins for tensors with graphs.
@@ -208,7 +247,7 @@ class Reached:
                 self._look(item, f"{path}.{name}", depth - 1)
 
     def _look_into_slots(self, value: Any, path: str, depth: int) -> None:
-        names = _slots_of(type(value))  # type: ignore[arg-type]
+        names = slots_of(type(value))  # type: ignore[arg-type]
         if names:
             content = self._hold(SlotAttributes(value, names))
             for name in content:
@@ -216,15 +255,33 @@ class Reached:
 
     def _look_into_function(self, function: types.FunctionType, path: str, depth: int) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if cell == types.CellType():
-                continue
-            value = cell.cell_contents
-            if type(value) in (int, float, bool, str, type(None), tuple):  # `nonlocal` can set it anew
-                self._hold(CellContent(cell))
-            self._look(value, f"{path}.{name}", depth - 1)
+            content = self._hold(CellContent(cell))  # `nonlocal` can set it anew
+            if content:
+                self._look(cell.cell_contents, f"{path}.{name}", depth - 1)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._look_into_fixed(defaults, f"{path} defaults", depth)
+        if function.__dict__:
+            self._look_into_attributes(function, path, depth)
 
 
-def _cut_graphs(content: Content) -> bool:
+def hook_tables_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The tables of a module's forward hooks, and what is noted beside their keys."""
+    return [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+
+
+def is_array(value: Any) -> bool:
+    """True for NumPy arrays, subclasses included."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def cut_graphs(content: Content) -> bool:
     """Put stand-ins in place of tensors that hang on a graph; whether there were any."""
     if isinstance(content, set):
         return False
@@ -244,7 +301,7 @@ def _without_graph(value: Any) -> Any:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         items = [_without_graph(item) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            return value._make(items) if hasattr(value, "_make") else tuple(items)
+            return tuple.__new__(type(value), items)
     return value
 
 
@@ -253,11 +310,14 @@ def _length(value: Any) -> int:
 
 
 @functools.cache
-def _slots_of(cls: type) -> list[str]:
+def slots_of(cls: type) -> list[str]:
+    """Names of the `__slots__` of a class and its bases, as `getattr` takes them."""
     names: list[str] = []
     for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
+        for name in [slots] if isinstance(slots, str) else list(slots):
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 

@@ -21,17 +21,18 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: torch.backends.cudnn.enabled, lambda on: setattr(torch.backends.cudnn, "enabled", on)),
     (lambda: torch.backends.cudnn.deterministic, lambda on: setattr(torch.backends.cudnn, "deterministic", on)),
     (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
-    (private.get_parametrization_cache, private.set_parametrization_cache),
 ]
 
 
 def get_settings() -> list[Any]:
     """The settings as they are now."""
-    return [get() for get, _ in _SETTINGS]
+    return [*(get() for get, _ in _SETTINGS), private.get_parametrization_cache()]
 
 
 def set_settings(values: list[Any]) -> None:
     """Set what differs from `values`."""
+    *values, parametrization_cache = values
     for (get, put), value in zip(_SETTINGS, values, strict=True):
         if get() != value:
             put(value)
+    private.set_parametrization_cache(parametrization_cache)

@@ -8,31 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of, write_content
-from lightning_ckpt.recompute.inventory import Inventory, parameter_flags, versions
+from lightning_ckpt.recompute.inventory import Inventory, parameter_flags, versions, with_hidden_modules
+from lightning_ckpt.recompute.private import set_version
 from lightning_ckpt.recompute.reach import Detached, Place, Reached
 from lightning_ckpt.recompute.streams import Stream
+from lightning_ckpt.recompute.tensors import bitwise_equal, copy_exactly, regrow
 
 SMALL = 4096  # elements; buffers up to this size are copied at every call
 
 
-class _Regrow(torch.autograd.Function):
-    """A tensor that requires gradients and is no leaf, but hangs on no older graph."""
-
-    @staticmethod
-    def forward(ctx: Any, data: Tensor) -> Tensor:
-        return data.data  # an alias that autograd does not take for a view, so that it may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        return None
-
-
-def regrow(data: Tensor) -> Tensor:
-    """`data` as a tensor in the middle of a graph, for a replay that must see that it requires gradients."""
-    if not (data.is_floating_point() or data.is_complex()):
-        return data
-    with torch.enable_grad():
-        return _Regrow.apply(data.detach().requires_grad_())  # type: ignore[no-any-return]
+class UnexpectedError(RuntimeError):
+    """A replay did what no call before it has done."""
 
 
 class State:
@@ -61,11 +47,15 @@ class State:
         self._missed: list[Place] = []
         self._look_after(self._quiet)
         self._look_after(self._busy)
-        if learned.learning:  # data-dependent initialisation happens in the first call
-            small = [parameter for parameter in self._parameters if parameter.numel() <= SMALL]
-            self._parameter_copies = {id(parameter): parameter.detach().clone() for parameter in small}
-        else:
-            self._parameter_copies = {}
+        self.given_up = [*inventory.given_up, *self._busy.given_up]
+        # Data-dependent initialisation happens in the first call.
+        self._parameter_copies = {
+            id(parameter): parameter.detach().clone()
+            for i, parameter in enumerate(self._parameters)
+            if i in learned.parameters or (learned.learning and parameter.numel() <= SMALL)
+        }
+        self._gradients = _gradients(self._parameters) if learned.learning else None
+        self._hook_tables = inventory.hook_tables
 
     def _look_after(self, reached: Reached) -> None:
         learned = self.learned
@@ -75,26 +65,33 @@ class State:
         self._versions += versions(reached.tensors)
         self._streams += [(stream, stream.read()) for stream in reached.streams]
         for tensor, ident, place in zip(reached.tensors, reached.idents, reached.places, strict=True):
+            if ident in reached.fixed:
+                continue
             new = learned.learning or place not in learned.seen
             if new or place in learned.changes or tensor.numel() <= SMALL:
-                self._copies[ident] = tensor.detach().clone()
+                self._copies[ident] = copy_exactly(tensor)
 
     def add(self, roots: dict[str, Any]) -> None:
-        """Photograph more roots for this call: modules and functions among the arguments."""
-        if roots:
-            modules = {name: root for name, root in roots.items() if isinstance(root, nn.Module)}
-            roots = roots | {f"{n}.{sub}": part for n, m in modules.items() for sub, part in m.named_modules() if sub}
-            more = Inventory.reach(roots)
-            self._busy.extend(more)
-            self._look_after(more)
-            parameters = [parameter for module in modules.values() for parameter in module.parameters()]
-            self._parameters = self._parameters + parameters
-            self._flags += parameter_flags(parameters)
-            self._parameter_versions += versions(parameters)
+        """Photograph more roots for this call: modules and functions among the arguments, and modules behind them."""
+        if not roots:
+            return
+        roots = with_hidden_modules(roots)
+        more = Inventory.reach(roots)
+        self._busy.extend(more)
+        self._look_after(more)
+        modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._parameters = self._parameters + parameters
+        self._flags += parameter_flags(parameters)
+        self._parameter_versions += versions(parameters)
 
     def owns(self, value: Any) -> bool:
         """True if the photograph includes this object."""
         return self._quiet.owns(value) or self._busy.owns(value)
+
+    def rewrites(self, tensor: Tensor) -> bool:
+        """True if the replay gets a stand-in for this parameter, since the layer writes it itself."""
+        return id(tensor) in self._parameter_copies or id(tensor._base) in self._parameter_copies
 
     def learn(self) -> None:
         """Right after the call: see what the layer changed in place, remember it, and drop copies not needed."""
@@ -114,11 +111,17 @@ class State:
                 del self._copies[ident]
             learned.seen.add(place)
         written = versions(self._parameters)
-        for parameter, before, after in zip(self._parameters, self._parameter_versions, written, strict=True):
-            if before == after:
-                self._parameter_copies.pop(id(parameter), None)
-            elif id(parameter) not in self._parameter_copies:
-                self._missed.append(Place("", f"a parameter of shape {tuple(parameter.shape)}"))
+        for i, (parameter, before) in enumerate(zip(self._parameters, self._parameter_versions, strict=True)):
+            copy = self._parameter_copies.get(id(parameter))
+            if written[i] != before or (copy is not None and not bitwise_equal(parameter.detach(), copy)):
+                learned.parameters.add(i)
+                if copy is None:
+                    self._missed.append(Place("", f"a parameter of shape {tuple(parameter.shape)}"))
+            elif copy is not None:
+                del self._parameter_copies[id(parameter)]
+        if self._gradients is not None and _gradients(self._parameters) != self._gradients:
+            learned.runs_backward = True
+        self._gradients = None
         self._parameter_versions = written
         learned.calls += 1
 
@@ -163,8 +166,16 @@ class State:
                     parameter.requires_grad_(flag)
             for parameter in self._parameters:
                 if id(parameter) in self._parameter_copies:
+                    # The replay writes it again, which must not move the version that other graphs rely on.
+                    undo.callback(set_version, parameter, parameter._version)
                     undo.callback(_put_data, parameter, parameter.data)
                     _put_data(parameter, self._parameter_copies[id(parameter)].clone())
+            if self.learned.runs_backward:
+                for parameter in self._parameters:
+                    undo.callback(setattr, parameter, "grad", parameter.grad)
+                    parameter.grad = None
+            self._take_out_new_hooks(undo)
+            gradients, hooks = _gradients(self._parameters), _tensor_hooks(self._parameters)
             stand_ins = {ident: copy.clone() for ident, copy in self._copies.items()}
             grown: dict[int, Tensor] = {}
 
@@ -175,10 +186,10 @@ class State:
                     return grown[value.ident]
                 if isinstance(value, Tensor):
                     return stand_ins.get(id(value), value)
-                if isinstance(value, tuple):
+                if isinstance(value, tuple) and not isinstance(value, torch.Size):
                     items = [then(item) for item in value]
                     if any(new is not old for new, old in zip(items, value, strict=True)):
-                        return value._make(items) if hasattr(value, "_make") else tuple(items)
+                        return tuple.__new__(type(value), items)
                 return value
 
             undo.callback(self._put_back, *self._present())
@@ -186,6 +197,21 @@ class State:
                 _install(self._quiet.holders, self._quiet.contents, then)
             _install(self._busy.holders, self._busy.contents, then)
             yield
+            _remove_tensor_hooks(self._parameters, hooks)
+            if not self.learned.runs_backward and _gradients(self._parameters) != gradients:
+                self.learned.runs_backward = True
+                raise UnexpectedError(
+                    "ran backward in its forward for the first time in this call, and has added to gradients twice. "
+                    "Its next calls are exact."
+                )
+
+    def _take_out_new_hooks(self, undo: contextlib.ExitStack) -> None:
+        """Hooks that were put on modules after the call, where there were none before."""
+        held = {id(holder) for holder in (*self._quiet.holders, *self._busy.holders)}
+        for table in self._hook_tables:
+            if table and id(table) not in held:
+                undo.callback(table.update, dict(table))
+                table.clear()
 
     def _inventory_is_current(self) -> bool:
         return self._inventory.quiet is self._quiet and self._inventory.unchanged()
@@ -212,29 +238,22 @@ def _install(holders: list[Any], contents: list[Content], then: Any = None) -> N
             write_content(holder, content)
 
 
+def _gradients(parameters: list[nn.Parameter]) -> list[tuple[int, int] | None]:
+    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+
+
+def _tensor_hooks(parameters: list[nn.Parameter]) -> list[int]:
+    return [len(parameter._backward_hooks or ()) for parameter in parameters]
+
+
+def _remove_tensor_hooks(parameters: list[nn.Parameter], before: list[int]) -> None:
+    """Remove gradient hooks that the replay has put on parameters once more."""
+    for parameter, count in zip(parameters, before, strict=True):
+        hooks = parameter._backward_hooks
+        while hooks is not None and len(hooks) > count:
+            hooks.popitem()
+
+
 def _put_data(parameter: Tensor, data: Tensor) -> None:
     # Not `copy_`: that would bump the version, and break other graphs that hold the parameter.
     parameter.data = data
-
-
-def bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """True if both hold the same bits; NaN equals itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout is not torch.strided or type(a) is not type(b):
-        return _parts_equal(a, b)
-    if torch.equal(a, b):
-        return True
-    if not (a.is_floating_point() or a.is_complex()):
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def _parts_equal(a: Tensor, b: Tensor) -> bool:
-    if a.layout is torch.jagged:
-        return bitwise_equal(a.values(), b.values())
-    if a.layout is torch.sparse_coo:
-        return bitwise_equal(a._values(), b._values()) and bitwise_equal(a._indices(), b._indices())
-    if a.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
-        return bitwise_equal(a.values(), b.values())
-    return torch.equal(a, b)

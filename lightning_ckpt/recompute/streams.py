@@ -19,7 +19,7 @@ def stream_of(value: Any) -> Stream | None:
     """How to read and set the state of a random generator, or None if `value` is none."""
     if isinstance(value, torch.Generator):
         return Stream(value.get_state, lambda state: (value.set_state(state), None)[1])
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return Stream(value.getstate, value.setstate)
     if isinstance(value, torch.quasirandom.SobolEngine):
         return Stream(

@@ -973,19 +973,19 @@ class TakesMany(nn.Module):
 
 
 def test_a_container_too_large_to_be_kept_is_reported():
-    with pytest.warns(UserWarning, match=r"too large to be kept for the recompute: model\.1\.entries"):
+    with pytest.warns(UserWarning, match=r"cannot be kept for the recompute: model\.1\.entries"):
         fit_recomputed(lambda: Archive(20_000, 1))
 
 
 @pytest.mark.xfail(strict=True, reason="silent: what is given up after the first batch is not reported")
 def test_a_container_that_becomes_too_large_later_is_reported_or_refused():
-    with pytest.warns(UserWarning, match=r"too large to be kept for the recompute: model\.1\.entries"):
+    with pytest.warns(UserWarning, match=r"cannot be kept for the recompute: model\.1\.entries"):
         fit_recomputed(lambda: Archive(0, 4_000), steps=5)
 
 
 @pytest.mark.parametrize(("tables", "entries"), [(1, 20_000), (200, 100)])
 def test_what_lies_beside_a_large_container_counts_once_or_is_reported(tables, entries):
-    with pytest.warns(UserWarning, match=r"too large to be kept for the recompute: model\.1\.") as caught:
+    with pytest.warns(UserWarning, match=r"cannot be kept for the recompute: model\.1\.") as caught:
         layer = fit_recomputed(lambda: Tables(tables, entries))
     assert layer.counts.calls == 3 or any("model.1.counts" in str(warning.message) for warning in caught)
 
@@ -1000,7 +1000,7 @@ def test_a_very_large_list_among_the_arguments_is_reported():
             return self.layer(self.stem(x), [float(i) / 20_000 for i in range(20_000)])
 
     plain = fit(lambda: Training(Many()))
-    with pytest.warns(UserWarning, match=r"too large .*model\.layer.*1"):
+    with pytest.warns(UserWarning, match=r"cannot be kept.*model\.layer.*1"):
         got = fit(lambda: Training(Many()), callbacks=[ActivationCheckpointing(layers=TakesMany)])
     assert_equal(got, plain)
 
