@@ -45,9 +45,9 @@ class CountedPeak:
     """Counts storages on the CPU, in few batches only, since counting slows a batch down (by 7 % and more).
 
     Batches of one kind (same shapes, same bytes present at the start, same saved activations) have one peak, because
-    allocations follow from the shapes. So the first batch of a kind is counted and the others take its figure, and
-    every `RECOUNT_EVERY` batches one is counted again. If kinds are too many, at most `WARM_UP` batches and one in
-    `BUDGET` are counted and the peak of the others is not known.
+    allocations follow from the shapes. So the first `WARM_UP` batches and the first of a new kind are counted and the
+    others take the figure of their kind, and every `RECOUNT_EVERY` batches one is counted again. If kinds are too many,
+    at most one batch in `BUDGET` is counted beside the first ones, and the peak of the others is not known.
     """
 
     WARM_UP = 4
@@ -67,7 +67,11 @@ class CountedPeak:
             there.add(tensor)
         self._kind = (kind, there.bytes_without())
         self._batches += 1
-        wanted = self._kind not in self._known or self._batches - self._last_counted >= self.RECOUNT_EVERY
+        wanted = (
+            self._batches <= self.WARM_UP  # first batches do things that later ones do not
+            or self._kind not in self._known
+            or self._batches - self._last_counted >= self.RECOUNT_EVERY
+        )
         affordable = self._counted < self.WARM_UP + self._batches // self.BUDGET
         self._live = None
         if wanted and affordable:
