@@ -344,6 +344,22 @@ def test_a_forward_without_backward_leaves_nothing_behind():
     assert sum(isinstance(item, torch.Tensor) for item in gc.get_objects()) == before
 
 
+def test_nothing_waits_for_the_garbage_collector():
+    layer = Layer(lambda self, x, more: use(self, x) + more[0][0])
+    attach(layer, "layer")
+    kept = []
+    gc.disable()
+    try:
+        for _ in range(4):
+            x = torch.ones(3, 4, requires_grad=True) * 2
+            kept.append(weakref.ref(x.untyped_storage()))
+            layer(x, [(x + 1,)]).sum().backward()
+            del x
+        assert [ref() for ref in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
 def test_a_forward_of_the_instance_is_kept_inside_and_comes_back():
     layer = Block()
     plain = layer.forward

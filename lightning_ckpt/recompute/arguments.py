@@ -205,35 +205,37 @@ class Arguments:
 
     def _rewritten(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments after `change` of every value in them; only containers that are copies are entered."""
-
-        def rewrite(value: Any) -> Any:
-            changed = change(value)
-            if changed is not value:
-                return changed
-            if isinstance(value, tuple) and not isinstance(value, torch.Size):
-                items = [rewrite(item) for item in value]
-                return tuple.__new__(type(value), items)
-            if id(value) not in done and id(value) in self._own:
-                done.add(id(value))
-                if isinstance(value, list):
-                    for i, item in enumerate(value):
-                        list.__setitem__(value, i, rewrite(item))
-                elif isinstance(value, dict):
-                    for key, item in dict.items(value):
-                        dict.__setitem__(value, key, rewrite(item))
-                if hasattr(value, "__dict__"):
-                    attributes = vars(value)
-                    for name, item in attributes.items():
-                        attributes[name] = rewrite(item)
-                for name in slots_of(value.__class__):
-                    if hasattr(value, name):
-                        item = rewrite(getattr(value, name))
-                        if item is not getattr(value, name):
-                            object.__setattr__(value, name, item)
-            return value
-
         done: set[int] = set()
-        return rewrite(self._args), {name: rewrite(value) for name, value in self._kwargs.items()}
+        args = tuple(_rewrite(value, change, self._own, done) for value in self._args)
+        return args, {name: _rewrite(value, change, self._own, done) for name, value in self._kwargs.items()}
+
+
+def _rewrite(value: Any, change: Callable[[Any], Any], own: set[int], done: set[int]) -> Any:
+    # No closure that calls itself: such a cycle would keep the tensors in it until the garbage collector comes by.
+    changed = change(value)
+    if changed is not value:
+        return changed
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple.__new__(type(value), [_rewrite(item, change, own, done) for item in value])
+    if id(value) not in own or id(value) in done:
+        return value
+    done.add(id(value))
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            list.__setitem__(value, i, _rewrite(item, change, own, done))
+    elif isinstance(value, dict):
+        for key, item in dict.items(value):
+            dict.__setitem__(value, key, _rewrite(item, change, own, done))
+    if hasattr(value, "__dict__"):
+        attributes = vars(value)
+        for name, item in attributes.items():
+            attributes[name] = _rewrite(item, change, own, done)
+    for name in slots_of(value.__class__):
+        if hasattr(value, name):
+            item = _rewrite(getattr(value, name), change, own, done)
+            if item is not getattr(value, name):
+                object.__setattr__(value, name, item)
+    return value
 
 
 class _Kept:

@@ -19,6 +19,7 @@ from lightning_ckpt.recompute.globals import named_state, names_late_operator
 from lightning_ckpt.recompute.reach import GLOBAL_HOOKS, Place, Reached, hook_tables_of
 
 LEARNING_CALLS = 2
+NOTHING = Reached()
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Inventory:
 
     def look_at_busy_roots(self) -> Reached:
         """Look into the busy roots now."""
-        return self.reach(self._busy)
+        return self.reach(self._busy) if self._busy else NOTHING
 
     def _build(self) -> None:
         roots: dict[str, Any] = {f".{name}" if name else "": part for name, part in self._layer.named_modules()}
@@ -106,10 +107,11 @@ class Inventory:
         self._views = [_live_values(holder) for holder in self.quiet.holders]
         self._flat = [value for content in self.quiet.contents for value in values_of(content)]
         self._lengths = list(map(len, self.quiet.contents))
-        # A `ModuleAttributes` has the keys of the module's own dictionary.
-        targets = [getattr(holder, "target", holder) for holder in self.quiet.holders]
-        self._dicts = [target for target in targets if isinstance(target, dict)]
-        self._keys = [key for content in self.quiet.contents if isinstance(content, dict) for key in content]
+        # Keys of modules' own attributes are left out: a value that only changes its name there is not worth the time.
+        pairs = zip(self.quiet.holders, self.quiet.contents, strict=True)
+        dicts = [(holder, content) for holder, content in pairs if isinstance(holder, dict)]
+        self._dicts = [holder for holder, content in dicts if content]
+        self._keys = [key for _, content in dicts for key in content]
         self.hook_tables = [table for module in self.modules.values() for table in hook_tables_of(module)[:2]]
         self.hook_tables += GLOBAL_HOOKS
         self._hook_count = sum(map(len, self.hook_tables))

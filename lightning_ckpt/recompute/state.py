@@ -1,14 +1,14 @@
 """The state of a layer around one call: photographed before it, installed for a replay, put back afterwards."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of, write_content
-from lightning_ckpt.recompute.inventory import Inventory, parameter_flags, versions, with_hidden_modules
+from lightning_ckpt.recompute.contents import Content, Holder, read_content, same_content, values_of, write_content
+from lightning_ckpt.recompute.inventory import NOTHING, Inventory, parameter_flags, versions, with_hidden_modules
 from lightning_ckpt.recompute.private import set_version
 from lightning_ckpt.recompute.reach import Detached, Place, Reached
 from lightning_ckpt.recompute.streams import Stream
@@ -49,11 +49,11 @@ class State:
         self._look_after(self._busy)
         self.given_up = [*inventory.given_up, *self._busy.given_up]
         # Data-dependent initialisation happens in the first call.
-        self._parameter_copies = {
-            id(parameter): parameter.detach().clone()
-            for i, parameter in enumerate(self._parameters)
-            if i in learned.parameters or (learned.learning and parameter.numel() <= SMALL)
-        }
+        self._parameter_copies: dict[int, Tensor] = {}
+        if learned.learning or learned.parameters:
+            for i, parameter in enumerate(self._parameters):
+                if i in learned.parameters or (learned.learning and parameter.numel() <= SMALL):
+                    self._parameter_copies[id(parameter)] = parameter.detach().clone()
         self._gradients = _gradients(self._parameters) if learned.learning else None
         self._hook_tables = inventory.hook_tables
 
@@ -77,8 +77,10 @@ class State:
             return
         roots = with_hidden_modules(roots)
         more = Inventory.reach(roots)
-        self._busy.extend(more)
         self._look_after(more)
+        if self._busy is not NOTHING:
+            more.extend(self._busy)
+        self._busy = more
         modules = [root for root in roots.values() if isinstance(root, nn.Module)]
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._parameters = self._parameters + parameters
@@ -176,26 +178,11 @@ class State:
                     parameter.grad = None
             self._take_out_new_hooks(undo)
             gradients, hooks = _gradients(self._parameters), _tensor_hooks(self._parameters)
-            stand_ins = {ident: copy.clone() for ident, copy in self._copies.items()}
-            grown: dict[int, Tensor] = {}
-
-            def then(value: Any) -> Any:
-                if type(value) is Detached:
-                    if value.ident not in grown:
-                        grown[value.ident] = regrow(stand_ins.get(value.ident, value.data))
-                    return grown[value.ident]
-                if isinstance(value, Tensor):
-                    return stand_ins.get(id(value), value)
-                if isinstance(value, tuple) and not isinstance(value, torch.Size):
-                    items = [then(item) for item in value]
-                    if any(new is not old for new, old in zip(items, value, strict=True)):
-                        return tuple.__new__(type(value), items)
-                return value
-
+            stand_ins = _StandIns(self._copies)
             undo.callback(self._put_back, *self._present())
-            if stand_ins or not self._inventory_is_current():
-                _install(self._quiet.holders, self._quiet.contents, then)
-            _install(self._busy.holders, self._busy.contents, then)
+            if self._copies or not self._inventory_is_current():
+                _install(self._quiet.holders, self._quiet.contents, stand_ins)
+            _install(self._busy.holders, self._busy.contents, stand_ins)
             yield
             _remove_tensor_hooks(self._parameters, hooks)
             if not self.learned.runs_backward and _gradients(self._parameters) != gradients:
@@ -227,7 +214,28 @@ class State:
         _install(self._busy.holders, busy)
 
 
-def _install(holders: list[Any], contents: list[Content], then: Any = None) -> None:
+class _StandIns:
+    """What a replay finds in the place of tensors that were changed since, or that hung on a graph."""
+
+    def __init__(self, copies: dict[int, Tensor]) -> None:
+        self._changed = {ident: copy_exactly(copy) for ident, copy in copies.items()}
+        self._grown: dict[int, Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) is Detached:
+            if value.ident not in self._grown:
+                self._grown[value.ident] = regrow(self._changed.get(value.ident, value.data))
+            return self._grown[value.ident]
+        if isinstance(value, Tensor):
+            return self._changed.get(id(value), value)
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+            items = [self(item) for item in value]
+            if any(new is not old for new, old in zip(items, value, strict=True)):
+                return tuple.__new__(type(value), items)
+        return value
+
+
+def _install(holders: list[Holder], contents: list[Content], then: Callable[[Any], Any] | None = None) -> None:
     for holder, content in zip(holders, contents, strict=True):
         if then is not None and any(isinstance(value, (Tensor, tuple)) for value in values_of(content)):
             if isinstance(content, dict):
