@@ -93,6 +93,7 @@ class Frame:
         self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
         self._filled = 0
         self._running = False
+        self._written = False
         # Storages that autograd would have kept; noted only while somebody watches.
         self.unsaved = StorageSizes() if watched() else None
 
@@ -163,6 +164,7 @@ class Frame:
             raise self._error(objection)
         self._release_previous()
         self._filled = 0
+        self._written = self._state.writes_parameters
         try:
             with announced_replay(), _deeper(), self._host_streams(), self._state.installed(self.arguments.streams()):
                 self._ambient.run(self._run_again)
@@ -214,7 +216,9 @@ class Frame:
             )
 
     def _fill(self, tensor: Tensor) -> Tensor:
-        index, value = self._filled, tensor.data if self._state.rewrites(tensor) else tensor.detach()
+        index = self._filled
+        # Where the layer writes the parameter, its version goes back after the replay; the alias needs one of its own.
+        value = tensor.data if self._written and self._state.writes(tensor) else tensor.detach()
         self._filled += 1
         if index >= len(self._slots):  # only when something swallowed the stop
             return value

@@ -91,8 +91,13 @@ class State:
         """True if the photograph includes this object."""
         return self._quiet.owns(value) or self._busy.owns(value)
 
-    def rewrites(self, tensor: Tensor) -> bool:
-        """True if the replay gets a stand-in for this parameter, since the layer writes it itself."""
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether the layer writes any of its parameters itself."""
+        return bool(self._parameter_copies)
+
+    def writes(self, tensor: Tensor) -> bool:
+        """True if `tensor` is a parameter, or a view of one, that the layer writes itself."""
         return id(tensor) in self._parameter_copies or id(tensor._base) in self._parameter_copies
 
     def learn(self) -> None:
@@ -194,6 +199,8 @@ class State:
 
     def _take_out_new_hooks(self, undo: contextlib.ExitStack) -> None:
         """Hooks that were put on modules after the call, where there were none before."""
+        if not any(self._hook_tables):
+            return
         held = {id(holder) for holder in (*self._quiet.holders, *self._busy.holders)}
         for table in self._hook_tables:
             if table and id(table) not in held:
