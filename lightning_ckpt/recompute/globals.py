@@ -13,7 +13,7 @@ from lightning_ckpt.recompute.contents import ClassAttributes, SlotAttributes
 
 # Libraries keep what they keep in globals for reasons of their own.
 _LIBRARIES = {"torch", "builtins", "transformers", "torchmetrics", "lightning", "pytorch_lightning", "numpy", "timm"}
-_LIBRARIES |= set(sys.stdlib_module_names)
+_LIBRARIES |= {*sys.stdlib_module_names, "_pytest"}
 _NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 

@@ -187,7 +187,6 @@ class CountsAndDoubles(Doubles):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-@pytest.mark.xfail(strict=True, reason="a mode that has a `counter` is taken for one that only counts")
 def test_a_dispatch_mode_that_acts_and_counts():
     assert_exact(inside(lambda model: CountsAndDoubles()), steps=6)
 
@@ -402,13 +401,7 @@ def late(make_context, layer):
     return lambda: Late(Stack(layer))
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        inside,
-        pytest.param(late, marks=pytest.mark.xfail(strict=True, reason="not seen, and not verified any more; silent")),
-    ],
-)
+@pytest.mark.parametrize("when", [inside, late])
 def test_a_flag_in_a_global_of_another_module(when):
     class Flagged(Layer):
         def forward(self, x):
@@ -420,13 +413,7 @@ def test_a_flag_in_a_global_of_another_module(when):
     assert_exact_or_named(when(lambda *_: setting(put, 2.0, 1.0), Flagged), steps=6)
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        inside,
-        pytest.param(late, marks=pytest.mark.xfail(strict=True, reason="not seen, and not verified any more; silent")),
-    ],
-)
+@pytest.mark.parametrize("when", [inside, late])
 def test_a_number_in_the_closure_of_the_class(when):
     scale = 1.0
 
@@ -441,10 +428,7 @@ def test_a_number_in_the_closure_of_the_class(when):
     assert_exact_or_named(when(lambda *_: setting(put, 2.0, 1.0), Flagged), steps=6)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [0, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="not seen, and not verified any more; silent"))],
-)
+@pytest.mark.parametrize("start", [0, 3])
 def test_a_number_on_the_module_behind_a_weak_reference(start):
     class Flagged(Layer):
         owner = None

@@ -88,21 +88,7 @@ class Suppressing(Guarded):
 
 @pytest.mark.parametrize(
     "layer",
-    [
-        Guarded,
-        GuardedFromAll,
-        pytest.param(
-            Explaining,
-            marks=pytest.mark.xfail(
-                strict=True, reason="what a handler raises at the end of a replay leaves it; RuntimeError"
-            ),
-        ),
-        Reraising,
-        Retrying,
-        Finally,
-        Returning,
-        Suppressing,
-    ],
+    [Guarded, GuardedFromAll, Explaining, Reraising, Retrying, Finally, Returning, Suppressing],
 )
 def test_handlers_around_the_body_do_not_see_the_end_of_a_replay(layer):
     assert_exact(lambda: stack(layer), observe=lambda module: [made.failures for made in module.model.layers])
@@ -154,7 +140,7 @@ class Output:
     "pack",
     [
         lambda y: {"h": [y]},
-        pytest.param(Output, marks=pytest.mark.xfail(strict=True, reason="not looked for in objects")),
+        Output,
     ],
     ids=["dict", "dataclass"],
 )
@@ -173,7 +159,6 @@ def test_rrelu_whose_output_is_within_an_object(pack):
     assert_exact(lambda: stack(Packed, loss), steps=6)
 
 
-@pytest.mark.xfail(strict=True, reason="RReLU is looked for behind the output alone")
 def test_rrelu_whose_gradient_leaves_by_a_state_alone():
     class Stored(Layer):
         def forward(self, x):
@@ -186,7 +171,6 @@ def test_rrelu_whose_gradient_leaves_by_a_state_alone():
     assert_exact(lambda: stack(Stored, loss), steps=6)
 
 
-@pytest.mark.xfail(strict=True, reason="RReLU is looked for in the first calls alone; silent, with uninitialised noise")
 def test_rrelu_after_a_warm_up():
     class Late(Layer):
         steps = 0

@@ -198,7 +198,6 @@ def test_an_exception_in_the_replay_leaves_all_as_it_was(which):
         assert torch.equal(got.run.state[name], value), name
 
 
-@pytest.mark.xfail(strict=True, reason="nothing says that it was a replay, and of which layer")
 def test_an_exception_that_only_the_replay_meets_tells_the_layer():
     files = queue.SimpleQueue()
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.recompute import ReplayError, attach, attached, detach, private
-from tests.replay_limits.test_hidden_state import Scaled, compare
+from tests.replay_limits.support import Scaled, compare
 from tests.support import Training, assert_equal, batches, fit, trainer
 
 # ---------------------------------------------------------------- the LightningModule and siblings
@@ -215,27 +215,13 @@ def reset_globals():
     [
         CountsOnClass,
         CountsInGlobal,
-        pytest.param(
-            CountsOnSubclass,
-            marks=pytest.mark.xfail(strict=True, reason="class attributes that a forward makes are not found"),
-        ),
-        pytest.param(
-            CountsInHelperClass,
-            marks=pytest.mark.xfail(strict=True, reason="attributes of classes that a layer names are not looked into"),
-        ),
-        pytest.param(RemembersShape, marks=pytest.mark.xfail(strict=True, reason="a global tuple is not photographed")),
-        pytest.param(
-            CountsInNamespace,
-            marks=pytest.mark.xfail(strict=True, reason="global objects of classes from elsewhere are not looked into"),
-        ),
-        pytest.param(CountsInArray, marks=pytest.mark.xfail(strict=True, reason="global arrays are not photographed")),
-        pytest.param(
-            DrawsFromNumpy,
-            marks=pytest.mark.xfail(strict=True, reason="silent: global random generators are not rewound"),
-        ),
-        pytest.param(
-            DrawsFromTorch, marks=pytest.mark.xfail(strict=True, reason="global random generators are not rewound")
-        ),
+        CountsOnSubclass,
+        CountsInHelperClass,
+        RemembersShape,
+        CountsInNamespace,
+        CountsInArray,
+        DrawsFromNumpy,
+        DrawsFromTorch,
     ],
 )
 def test_globals_and_class_attributes_change_once(layer):
@@ -297,10 +283,7 @@ class CallsHelperForNothing(Scaled):
         return self.use(x, 1.0)
 
 
-@pytest.mark.parametrize(
-    "layer", [CallsHelperModule, CallsImportedFunction, CallsImportedFunctionWithState, CallsHelperForNothing]
-)
-@pytest.mark.xfail(strict=True, reason="silent where unused: globals of other modules are not looked into")
+@pytest.mark.parametrize("layer", [CallsHelperModule, CallsHelperForNothing])
 def test_globals_of_a_helper_module_change_once(layer, helper):
     counts = []
 
@@ -312,6 +295,12 @@ def test_globals_of_a_helper_module_change_once(layer, helper):
 
     compare(make)
     assert helper.calls == counts[-1]  # as often in the recomputed run as in the plain one
+
+
+@pytest.mark.parametrize("layer", [CallsImportedFunction, CallsImportedFunctionWithState])
+def test_imported_functions_that_change_globals_of_their_module_are_refused(layer, helper):
+    with pytest.raises(ReplayError, match=r"'model\.1' saved tensor \d .* with other values in the replay"):
+        compare(layer)
 
 
 # ---------------------------------------------------------------- switched between forward and backward
@@ -367,18 +356,7 @@ class SwitchesGlobal(SwitchesBack):
         OPTIONS.scale = 0.5 if on else 1.0
 
 
-@pytest.mark.parametrize(
-    "since",
-    [
-        0,
-        pytest.param(
-            3,
-            marks=pytest.mark.xfail(
-                strict=True, reason="silent after the first calls: a global namespace is not photographed"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("since", [0, 3])
 def test_a_global_config_switched_around_the_forward_is_switched_in_the_replay_or_refused(since):
     reset_globals()
     module = type("Switches", (SwitchesGlobal,), {"since": since})
@@ -497,7 +475,6 @@ class GlobalHooksAround(HooksAround):
 
 @pytest.mark.parametrize("since", [0, 3])
 @pytest.mark.parametrize("module", [HooksAround, PreHooksAround, GlobalHooksAround])
-@pytest.mark.xfail(strict=True, reason="silent after the first calls: hooks that are gone are not put back")
 def test_hooks_around_the_forward_act_in_the_replay(module, since):
     compare(Simple, type("Hooks", (module,), {"since": since}), steps=5)
 

@@ -15,53 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.recompute import ReplayError
-from lightning_ckpt.recompute.watch import unwatch, watch
+from tests.replay_limits.support import Scaled, compare
 from tests.support import Training, assert_equal, batches, fit, trainer
-
-
-class Replays:
-    """Counts replays."""
-
-    count = 0
-
-    def replay_begins(self):
-        self.count += 1
-
-    def replay_ends(self):
-        pass
-
-
-def compare(make_layer, make_module=Training, steps=4, data=None, **options):
-    """Fit plainly and recomputed; both must be equal. The two layers, plain and recomputed."""
-    layers = []
-
-    def make():
-        layers.append(make_layer())
-        return make_module(nn.Sequential(nn.Linear(8, 8), layers[-1], nn.Linear(8, 8)))
-
-    data = batches(steps) if data is None else data
-    plain = fit(make, data)
-    replays = Replays()
-    watch(replays)
-    try:
-        got = fit(make, data, [ActivationCheckpointing(layers="model.1", **options)])
-    finally:
-        unwatch(replays)
-    assert_equal(got, plain)
-    assert replays.count >= len(got.losses) - 1
-    return layers
-
-
-class Scaled(nn.Module):
-    """`tanh(linear(x * scale))` for subclasses that get their scale from somewhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def use(self, x, scale):
-        return torch.tanh(self.linear(x * scale))
-
 
 # ---------------------------------------------------------------- slots
 
@@ -129,7 +84,6 @@ def test_a_dataclass_with_slots_counts_once():
     assert got.schedule == plain.schedule
 
 
-@pytest.mark.xfail(strict=True, reason="mangled names in __slots__ are not found")
 def test_a_slot_with_a_private_name_counts_once():
     class Layer(Scaled):
         def __init__(self):
@@ -142,7 +96,6 @@ def test_a_slot_with_a_private_name_counts_once():
     compare(Layer)
 
 
-@pytest.mark.xfail(strict=True, reason="silent: slots of a module are not looked into")
 def test_slots_of_the_layer_itself_count_once():
     class Layer(Scaled):
         __slots__ = ("calls",)
@@ -159,7 +112,6 @@ def test_slots_of_the_layer_itself_count_once():
     assert got.calls == plain.calls == 4
 
 
-@pytest.mark.xfail(strict=True, reason="slots of container subclasses are not looked into")
 def test_slots_of_a_list_count_once():
     class Layer(Scaled):
         def __init__(self):
@@ -242,13 +194,11 @@ def test_a_number_in_a_closure_counts_once():
 
 
 @pytest.mark.parametrize("make_scale", [averaged_scale, remembered_scale, numpy_scale])
-@pytest.mark.xfail(strict=True, reason="cells are photographed only while they hold plain values")
 def test_what_a_closure_assigns_anew_is_rolled_back(make_scale):
     plain, got = compare(lambda: Closure(make_scale()))
     assert got.scale(torch.ones(1)) == plain.scale(torch.ones(1))
 
 
-@pytest.mark.xfail(strict=True, reason="silent: a cell that holds a tensor is not photographed")
 def test_what_a_closure_assigns_without_using_it_counts_once():
     def make():
         total = torch.zeros(())
@@ -281,13 +231,11 @@ def make_local_class():
     return Local()
 
 
-@pytest.mark.xfail(strict=True, reason="silent: closures of methods are not looked into")
 def test_what_the_methods_of_a_local_class_close_over_counts_once():
     plain, got = compare(make_local_class)
     assert got.calls() == plain.calls() == 4
 
 
-@pytest.mark.xfail(strict=True, reason="silent: the former instance forward is not looked into")
 def test_a_closure_that_somebody_put_on_the_layer_as_forward_counts_once():
     def make():
         layer = Closure(lambda x: 1.0)
@@ -304,7 +252,6 @@ def test_a_closure_that_somebody_put_on_the_layer_as_forward_counts_once():
     compare(make)
 
 
-@pytest.mark.xfail(strict=True, reason="silent: attributes of functions are not looked into")
 def test_attributes_of_a_function_on_the_layer_count_once():
     def make():
         def scale(x):
@@ -354,15 +301,7 @@ class Holder:
     ],
     ids=["list", "dict", "tuple", "slot", "partial", "method", "closure"],
 )
-@pytest.mark.parametrize(
-    "nested",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="submodules of hidden modules are not looked into")
-        ),
-    ],
-)
+@pytest.mark.parametrize("nested", [False, True])
 def test_a_module_hidden_in_an_attribute_counts_once(hide, find, nested):
     norms = []
 
@@ -388,27 +327,9 @@ class Borrowing(Scaled):
     "lend",
     [
         lambda norm: norm,
-        pytest.param(
-            lambda norm: norm.forward,
-            marks=pytest.mark.xfail(
-                strict=True, reason="modules behind functions among the arguments are not photographed"
-            ),
-            id="method",
-        ),
-        pytest.param(
-            lambda norm: functools.partial(norm),
-            marks=pytest.mark.xfail(
-                strict=True, reason="modules behind functions among the arguments are not photographed"
-            ),
-            id="partial",
-        ),
-        pytest.param(
-            lambda norm: lambda x: norm(x),
-            marks=pytest.mark.xfail(
-                strict=True, reason="modules behind functions among the arguments are not photographed"
-            ),
-            id="closure",
-        ),
+        pytest.param(lambda norm: norm.forward, id="method"),
+        pytest.param(lambda norm: functools.partial(norm), id="partial"),
+        pytest.param(lambda norm: lambda x: norm(x), id="closure"),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -441,8 +362,13 @@ class Stamp:
 
 
 class Stamped(Scaled):
-    def forward(self, x, stamp=Stamp(), total=torch.zeros(1)):  # noqa: B008
+    def forward(self, x, stamp=Stamp()):  # noqa: B008
         stamp.calls += 1
+        return self.use(x, 1.0)
+
+
+class Totalling(Scaled):
+    def forward(self, x, total=torch.zeros(1)):  # noqa: B008
         total += 1
         return self.use(x, 1.0)
 
@@ -466,20 +392,20 @@ def test_a_mutable_default_of_forward_counts_once():
     assert Memo.forward.__defaults__[0]["calls"] == 4
 
 
-@pytest.mark.xfail(strict=True, reason="silent: only containers among defaults are looked into")
-def test_an_object_and_a_tensor_as_defaults_count_once():
+def test_an_object_as_default_counts_once():
     def make():
-        stamp, total = Stamped.forward.__defaults__
-        stamp.calls = 0
-        total.zero_()
+        Stamped.forward.__defaults__[0].calls = 0
         return Stamped()
 
     compare(make)
-    stamp, total = Stamped.forward.__defaults__
-    assert stamp.calls == total.item() == 4
+    assert Stamped.forward.__defaults__[0].calls == 4
 
 
-@pytest.mark.xfail(strict=True, reason="defaults of functions that the layer calls are not looked into")
+def test_a_tensor_as_default_that_forward_changes_in_place_is_refused():
+    with pytest.raises(ReplayError, match=r"'model\.1' changed .*Totalling\.forward\(\) defaults\[0\] in place"):
+        compare(Totalling)
+
+
 def test_a_mutable_default_of_a_helper_function_counts_once():
     def make():
         remember.__defaults__[0].clear()
@@ -584,17 +510,7 @@ PARAMETRIZATIONS = [symmetric, parametrizations.weight_norm, parametrizations.sp
 
 
 @pytest.mark.parametrize("parametrization", PARAMETRIZATIONS)
-@pytest.mark.parametrize(
-    "module",
-    [
-        Training,
-        CachedAround,
-        pytest.param(
-            CachedAroundBackward,
-            marks=pytest.mark.xfail(strict=True, reason="the cache holds tensors, which set_settings compares by !="),
-        ),
-    ],
-)
+@pytest.mark.parametrize("module", [Training, CachedAround, CachedAroundBackward])
 def test_parametrized_weights_are_cached_as_in_forward(parametrization, module):
     compare(lambda: Twice(parametrization), module)
     assert parametrize._cache_enabled == 0
@@ -680,7 +596,6 @@ class TwoLossesOfTwoCalls(Manual):
         return output.sum()
 
 
-@pytest.mark.xfail(strict=True, reason="false alarm: the write of the replay moves the version of the parameter")
 @pytest.mark.parametrize("module", [PenaltyApart, TwoLossesOfTwoCalls])
 def test_a_replayed_initialisation_does_not_disturb_other_graphs_of_the_weight(module):
     compare(lambda: ActNorm(lambda p, value: p.copy_(value)), module)
@@ -719,7 +634,6 @@ def move_data(copy, own):
 
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("move", [move_in_place, move_data_in_place, move_data])
-@pytest.mark.xfail(strict=True, reason="what a layer writes into its parameters is not learned, nor seen through .data")
 def test_a_momentum_copy_moves_once_per_step(move, used):
     compare(lambda: MomentumCopy(move, used))
 
@@ -741,9 +655,9 @@ class WideNorm(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.xfail(strict=True, reason="refused for good, yet the error says that the next calls are exact")
-def test_data_dependent_initialisation_of_a_large_weight_happens_once():
-    compare(WideNorm)
+def test_data_dependent_initialisation_of_a_large_weight_is_refused():
+    with pytest.raises(ReplayError, match=r"'model\.1' changed a parameter of shape \(1024, 8\) in place"):
+        compare(WideNorm)
 
 
 # ---------------------------------------------------------------- lazy modules
@@ -786,19 +700,7 @@ class LazyByHand(nn.Module):
         return torch.tanh(self.linear(nn.functional.dropout(x + self.table, 0.3)))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        LazyBlock,
-        LazyByHand,
-        pytest.param(
-            LazyStatistics,
-            marks=pytest.mark.xfail(
-                strict=True, reason="a layer lazy in nothing but buffers is photographed too early"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("layer", [LazyBlock, LazyByHand, LazyStatistics])
 def test_lazy_layers_are_exact_from_their_first_call(layer):
     compare(layer)
 
@@ -889,17 +791,7 @@ class Weak(Scaled):
         return self.use(x, 1 / self.note().calls)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        pytest.param(
-            Handover, marks=pytest.mark.xfail(strict=True, reason="the identity pass takes neighbouring lists for one")
-        ),
-        pytest.param(Phase, marks=pytest.mark.xfail(strict=True, reason="the identity pass does not look at keys")),
-        Recent,
-        Swap,
-    ],
-)
+@pytest.mark.parametrize("layer", [Handover, Phase, Recent, Swap])
 def test_containers_on_the_layer_change_once(layer):
     plain, got = compare(layer)
     for name in ("pending", "done", "phase", "names", "counts", "scales"):
@@ -915,14 +807,12 @@ def test_a_numpy_array_on_the_layer_changes_once():
     assert (got.array == plain.array).all()
 
 
-@pytest.mark.xfail(strict=True, reason="subclasses of ndarray are not photographed")
 def test_a_memory_map_on_the_layer_changes_once(tmp_path):
     names = iter("ab")
     plain, got = compare(lambda: ArrayMemory(memory_map(tmp_path, next(names))))
     assert (got.array == plain.array).all()
 
 
-@pytest.mark.xfail(strict=True, reason="weak references are not followed")
 def test_what_a_weak_reference_leads_to_changes_once():
     notes = []
 
@@ -977,7 +867,6 @@ def test_a_container_too_large_to_be_kept_is_reported():
         fit_recomputed(lambda: Archive(20_000, 1))
 
 
-@pytest.mark.xfail(strict=True, reason="silent: what is given up after the first batch is not reported")
 def test_a_container_that_becomes_too_large_later_is_reported_or_refused():
     with pytest.warns(UserWarning, match=r"cannot be kept for the recompute: model\.1\.entries"):
         fit_recomputed(lambda: Archive(0, 4_000), steps=5)

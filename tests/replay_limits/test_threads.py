@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.recompute import attach, detach
-from tests.replay_limits.test_hidden_state import Scaled, compare
+from tests.replay_limits.support import Scaled, compare
 from tests.support import Training, assert_equal, batches, fit
 
 JOIN = 20  # seconds until a thread counts as stuck
@@ -107,7 +107,7 @@ def gradients(layer, x, steps=5):
     return x.grad
 
 
-@pytest.mark.parametrize("make", [Simple, CountsCalls])
+@pytest.mark.parametrize("make", [Simple, pytest.param(CountsCalls, marks=pytest.mark.slow)])
 def test_forward_and_backward_of_many_layers_in_threads(make):
     layers = [make() for _ in range(6)]
     inputs = [torch.randn(4, 8) for _ in layers]
@@ -182,14 +182,10 @@ def test_backward_in_another_thread_is_exact(layer):
     compare(layer, BackwardElsewhere)
 
 
-@pytest.mark.xfail(strict=True, reason="threading.local is photographed for the thread of the forward only")
 def test_a_thread_local_switch_of_the_forwards_thread_is_on_in_the_replays_thread():
     compare(ReadsLocal, WithLocal)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="unnamed error: threading.local is photographed for the thread of the forward only"
-)
 def test_a_thread_local_count_of_the_forwards_thread_is_seen_in_the_replays_thread():
     plain, got = compare(CountsInLocal, BackwardElsewhere)
     assert got.local.calls == plain.local.calls == 4
@@ -198,7 +194,6 @@ def test_a_thread_local_count_of_the_forwards_thread_is_seen_in_the_replays_thre
 # ---------------------------------------------------------------- locks and hooks
 
 
-@pytest.mark.xfail(strict=True, reason="the lock of the layer is held by the thread that waits for backward")
 def test_a_layer_that_takes_gradients_inside_its_forward_in_another_thread_does_not_block():
     class Force(Scaled):
         """The gradient of an energy, which an accelerator's backward thread computes."""
@@ -226,7 +221,6 @@ def test_a_layer_that_takes_gradients_inside_its_forward_in_another_thread_does_
     assert torch.equal(x.grad, plain)
 
 
-@pytest.mark.xfail(strict=True, reason="a spy of one thread is taken for a hook by another and stays")
 def test_global_hooks_are_as_before_after_calls_that_overlap():
     fired = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: fired.append(module))
