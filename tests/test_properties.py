@@ -370,6 +370,59 @@ class Metric(Part):
         return h + self.updated.mean_value / self.calls
 
 
+class GlobalInteger(Part):
+    def forward(self, h, log):
+        global GLOBAL_CALLS
+        GLOBAL_CALLS += 1
+        return torch.sin(h.view(-1, WIDTH) * GLOBAL_CALLS)
+
+
+class CountsInStaticMethod(Part):
+    @staticmethod
+    def count():
+        global GLOBAL_CALLS
+        GLOBAL_CALLS += 1
+
+    def forward(self, h, log):
+        self.count()
+        return super().forward(h, log)
+
+
+class CountsInProperty(Part):
+    @property
+    def weight(self):
+        global GLOBAL_CALLS
+        GLOBAL_CALLS += 1
+        return self.linear.weight
+
+    def forward(self, h, log):
+        return torch.tanh(h @ self.weight)
+
+
+class CountsInOtherClass(Part):
+    def forward(self, h, log):
+        Tracker.total += 1
+        return super().forward(h, log)
+
+
+class Reshape(Part):
+    def forward(self, h, log):
+        return h.view(-1, WIDTH)
+
+
+class ReshapeToo(Part):
+    def forward(self, h, log):
+        return h.view(-1, WIDTH)
+
+
+class HiddenTree(Part):
+    def build(self, shared):
+        self.modules_in_a_list = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+
+    def forward(self, h, log):
+        return self.modules_in_a_list[0](h)
+
+
 PARTS = {part.__name__: part for part in [Part, *Part.__subclasses__(), BatchNormCumulative]}
 PARTS |= {part.__name__: part for part in (MovingAverageLarge, MovingAverageData)}
 
@@ -637,11 +690,7 @@ def assert_same(got, want):
 
 def is_known_to_fail(layer):
     """Has a test of its own below."""
-    hides_its_output = layer.style in ("list", "dataclass")
-    return bool(
-        ("RReLU" in layer.parts and (layer.drop or hides_its_output))
-        or ("MovingAverageData" in layer.parts and layer.drop)
-    )
+    return "MovingAverageData" in layer.parts and bool(layer.drop)
 
 
 def plans():
@@ -695,8 +744,8 @@ def test_compositions_of_parts_train_as_without():
 
 @pytest.mark.slow
 def test_many_compositions_of_parts_train_as_without():
-    tally, by_part = compose(1500)
-    assert tally.total() >= 1500
+    tally, by_part = compose(700)
+    assert tally.total() >= 700
     assert tally["exact"] >= 0.8 * tally.total()
     assert tally["refused"] <= 0.05 * tally.total()
     assert by_part.keys() == PARTS.keys()
@@ -704,118 +753,42 @@ def test_many_compositions_of_parts_train_as_without():
         assert results["exact"] >= (0.3 if name in ("InPlaceInput", "RareRandom") else 0.7) * results.total(), name
 
 
-# ---------------------------------------------------------------- found by the property, to be made right
+# ---------------------------------------------------------------- found by the property
 
 
-class GlobalInteger(Part):
-    def forward(self, h, log):
-        global GLOBAL_CALLS
-        GLOBAL_CALLS += 1
-        return torch.sin(h.view(-1, WIDTH) * GLOBAL_CALLS)
-
-
-class CountsInStaticMethod(Part):
-    @staticmethod
-    def count():
-        global GLOBAL_CALLS
-        GLOBAL_CALLS += 1
-
-    def forward(self, h, log):
-        self.count()
-        return super().forward(h, log)
-
-
-class CountsInProperty(Part):
-    @property
-    def weight(self):
-        global GLOBAL_CALLS
-        GLOBAL_CALLS += 1
-        return self.linear.weight
-
-    def forward(self, h, log):
-        return torch.tanh(h @ self.weight)
-
-
-class CountsInOtherClass(Part):
-    def forward(self, h, log):
-        Tracker.total += 1
-        return super().forward(h, log)
-
-
-class Reshape(Part):
-    def forward(self, h, log):
-        return h.view(-1, WIDTH)
-
-
-class ReshapeToo(Part):
-    def forward(self, h, log):
-        return h.view(-1, WIDTH)
-
-
-class HiddenTree(Part):
-    def build(self, shared):
-        self.modules_in_a_list = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
-
-    def forward(self, h, log):
-        return self.modules_in_a_list[0](h)
-
-
-KNOWN = {
-    part.__name__: part
-    for part in (
-        GlobalInteger,
-        CountsInStaticMethod,
-        CountsInProperty,
-        CountsInOtherClass,
-        Reshape,
-        ReshapeToo,
-        HiddenTree,
-    )
-}
-
-
-def outcomes(monkeypatch, parts, style="tensor", drop=""):
+def outcomes(parts, style="tensor", drop=""):
     """How a model of one layer ends with each of some seeds."""
-    monkeypatch.setattr("tests.test_properties.PARTS", PARTS | KNOWN)
     return {outcome(Plan([LayerPlan(parts, style, drop)], [0], "one", seed)) for seed in range(30)}
 
 
-@pytest.mark.xfail(strict=True, reason="a second class that names the same plain globals hides those of a third")
-def test_a_module_level_integer_counts_once(monkeypatch):
-    assert outcomes(monkeypatch, ["Reshape", "ReshapeToo", "GlobalInteger"]) == {"exact"}
-
-
-@pytest.mark.xfail(strict=True, reason="globals are only looked for in plain methods; counted twice, silently")
-@pytest.mark.parametrize("part", ["CountsInStaticMethod", "CountsInProperty"])
-def test_a_module_level_integer_that_is_no_plain_method_s_counts_once(monkeypatch, part):
-    assert outcomes(monkeypatch, [part, "Part"]) == {"exact"}
-
-
-@pytest.mark.xfail(
-    strict=True, reason="attributes of classes that are no layers are not looked at; counted twice, silently"
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["Reshape", "ReshapeToo", "GlobalInteger"],
+        ["MovingAverage", "BareExcept", "Shared", "GlobalTracker"],
+        ["CountsInStaticMethod", "Part"],
+        ["CountsInProperty", "Part"],
+        ["CountsInOtherClass", "Part"],
+    ],
+    ids="-".join,
 )
-def test_an_attribute_of_another_class_counts_once(monkeypatch):
-    assert outcomes(monkeypatch, ["CountsInOtherClass", "Part"]) == {"exact"}
+def test_what_is_global_is_changed_once(parts):
+    assert outcomes(parts, "outputs") == {"exact"}
 
 
-@pytest.mark.xfail(strict=True, reason="submodules of a module hidden in a list are not found")
-def test_a_hidden_module_with_submodules_is_restored(monkeypatch):
-    assert outcomes(monkeypatch, ["HiddenTree", "Part"]) == {"exact"}
+def test_a_hidden_module_with_submodules_is_restored():
+    assert outcomes(["HiddenTree", "Part"]) == {"exact"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an RReLU is only looked for in tensors, tuples, lists and dicts that are returned"
-)
 @pytest.mark.parametrize("style", ["list", "dataclass"])
-def test_an_rrelu_whose_result_is_not_returned_as_a_tensor(monkeypatch, style):
-    assert outcomes(monkeypatch, ["RReLU"], style) == {"exact"}
+def test_an_rrelu_whose_result_is_not_returned_as_a_tensor(style):
+    assert outcomes(["RReLU"], style) == {"exact"}
 
 
-@pytest.mark.xfail(strict=True, reason="an RReLU is only looked for in the first calls; gradients are wrong, silently")
-def test_an_rrelu_that_the_first_calls_leave_out(monkeypatch):
-    assert outcomes(monkeypatch, ["RReLU"], drop="torch") <= {"exact", "refused", "not replayed"}
+def test_an_rrelu_that_the_first_calls_leave_out():
+    assert outcomes(["RReLU"], drop="torch") <= {"exact", "not replayed"}
 
 
 @pytest.mark.xfail(strict=True, reason="writes to `.data` of large buffers are only looked for in the first calls")
-def test_a_large_buffer_written_past_its_version_after_the_first_calls(monkeypatch):
-    assert outcomes(monkeypatch, ["MovingAverageData"], drop="torch") <= {"exact", "refused", "not replayed"}
+def test_a_large_buffer_written_past_its_version_after_the_first_calls():
+    assert outcomes(["MovingAverageData"], drop="torch") <= {"exact", "refused", "not replayed"}

@@ -113,7 +113,7 @@ def named_state(cls: type) -> Iterator[tuple[str, Any]]:
     named = _named_by(cls)
     for home, names in named.names.items():
         if home in sys.modules:
-            yield f"{home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))
+            yield f"global {home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))
     attributes = {
         name: None
         for base in named.classes
@@ -122,9 +122,10 @@ def named_state(cls: type) -> Iterator[tuple[str, Any]]:
     }
     for base in named.classes:
         if attributes:
-            yield f"{base.__qualname__}.({', '.join(attributes)})", ClassAttributes(base, list(attributes))
+            name = f"global {base.__module__}.{base.__qualname__}.({', '.join(attributes)})"
+            yield name, ClassAttributes(base, list(attributes))
     for function in named.functions:
-        yield f"{function.__qualname__}()", function
+        yield f"global {function.__module__}.{function.__qualname__}()", function
 
 
 def _is_code(value: Any) -> bool:

@@ -6,7 +6,7 @@ hold what such a pass cannot check (sets, slots, activations), are *busy* and lo
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -97,7 +97,7 @@ class Inventory:
             roots["forward"] = previous
         if any(GLOBAL_HOOKS):
             roots["global hooks"] = [table for table in GLOBAL_HOOKS if table]
-        roots |= {f"global {name}": value for name, value in self._find_globals(roots)}
+        roots |= self._find_globals(roots)
         roots = with_hidden_modules(roots)
         self.modules = {name: part for name, part in roots.items() if isinstance(part, nn.Module)}
         alone = {name: self.reach({name: root}) for name, root in roots.items()}
@@ -135,13 +135,15 @@ class Inventory:
         reached.finish()
         return reached
 
-    def _find_globals(self, roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        seen: set[int] = set()
-        for module in roots.values():
-            for name, value in named_state(type(module)):
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    yield name, value
+    def _find_globals(self, roots: dict[str, Any]) -> dict[str, Any]:
+        modules = (root for root in roots.values() if isinstance(root, nn.Module))
+        found: dict[str, Any] = {}
+        for cls in dict.fromkeys(map(type, modules)):
+            for name, value in named_state(cls):
+                if callable(value) and found.get(name, value) is not value:  # local functions of one name
+                    name = f"{name} ({len(found)})"
+                found[name] = value
+        return found
 
     def _find_restless(self) -> None:
         for holder, content, root in zip(self.quiet.holders, self.quiet.contents, self.quiet.roots, strict=True):
