@@ -116,14 +116,12 @@ def trainer_steps(monitored: bool, steps: int, folder: str) -> list[float]:
 
 def monitor_cost(rounds: int) -> None:
     counted, steady = [], []
-    # SGD without momentum has no state: the first batch (no gradients yet) and the second (gradients there) are the
-    # kinds that get counted, the rest is known.
-    warm = 2
+    warm = CountedPeak.WARM_UP
     with tempfile.TemporaryDirectory() as folder:
         for i in range(rounds):
             order = [True, False] if i % 2 else [False, True]
             runs = {monitored: trainer_steps(monitored, warm + 4, folder) for monitored in order}
-            counted.append(runs[True][1] / runs[False][1])
+            counted += [a / b for a, b in zip(runs[True][1:warm], runs[False][1:warm], strict=True)]
             steady += [a / b for a, b in zip(runs[True][warm:], runs[False][warm:], strict=True)]
     report("monitor: a step with it to one without", steady)
     report("monitor: a counted step to one without", counted)
