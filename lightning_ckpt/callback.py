@@ -50,8 +50,8 @@ class ActivationCheckpointing(pl.Callback):
         enabled: Set to false to train plainly, for example to compare the curves.
         monitor: Set to false to log no metrics.
         verify: Which calls of a layer compare what the recompute saves with what forward saved, by fingerprints of
-            the tensors: ``sample``, the first ones in every mode and one in 64; ``always``, which costs some percent
-            of a step; or ``off``.
+            the tensors: ``sample``, the first ones in every mode and one in 128; ``always``, which can double the
+            time of a step; or ``off``.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and

@@ -130,7 +130,7 @@ def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: It
             Face's own checkpointing of it, or of parts of it, is switched off until then.
         name: its qualified name, for messages.
         verify: which calls compare what the replay saves with what forward saved, by fingerprints: the first of every
-            mode and one in 64 (`"sample"`), all of them (`"always"`) or none (`"off"`). Default: `"sample"`.
+            mode and one in 128 (`"sample"`), all of them (`"always"`) or none (`"off"`). Default: `"sample"`.
         silencers: functions that make a context; it is entered around every replay, to keep it from being noticed.
             Default: none.
 
