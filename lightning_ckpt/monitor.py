@@ -69,8 +69,9 @@ class StepMonitor(pl.Callback):
     - ``memory/peak_MiB``: the most memory in use at once during the step, in MiB. On an accelerator: bytes allocated
       for tensors, from ``torch.accelerator``; the device's peak counter is reset at every batch. On the CPU: bytes of
       all live tensors (parameters, gradients, optimizer state, batch, activations), counted exactly as PyTorch's
-      operators return them, without workspaces inside an operator. Counting costs time, so the first batches
-      and the first of each shape are counted and later ones of that shape take the figure; it is missing where that is not possible.
+      operators return them, without workspaces inside an operator. Counting costs time, so the first batches and the
+      first of each shape are counted and later ones of that shape take the figure; it is missing where that is not
+      possible.
     - ``memory/saved_MiB``: activations kept for backward when it starts, in MiB: each storage once, parameters and
       buffers excluded, the inputs of recomputed layers included.
     - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed, in MiB. Saved and

@@ -1,8 +1,8 @@
 """Fingerprints of saved tensors: the net under everything the replay does to be exact.
 
 What nobody thought of (files, threads, other modules, settings) must not become a wrong gradient. So what autograd
-saves in forward is fingerprinted and compared with what the replay saves. Always doing so can double the time of a step;
-by default the first calls of every layer in every mode are verified and later a sample, below 1 % of the time.
+saves in forward is fingerprinted and compared with what the replay saves. Always doing so can double the time of a
+step; by default the first calls of every layer in every mode are verified and later a sample, below 1 % of the time.
 """
 
 import functools
