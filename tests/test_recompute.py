@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import queue
+import random
 import weakref
 
 import pytest
@@ -279,6 +280,18 @@ def test_a_torch_func_transform_inside_is_an_error_that_names_the_layer():
     layer = Layer(lambda self, x: use(self, x) * torch.func.grad(lambda v: v.sin().sum())(x))
     attach(layer, "net.7")
     with pytest.raises(ReplayError, match=r"'net\.7' calls a `torch\.func` transform.*check_fn"):
+        layer(torch.ones(3, 4))
+
+
+def test_an_attribute_that_cannot_be_read_is_an_error_that_names_the_layer():
+    class Unreadable(random.Random):
+        def getstate(self):
+            raise ValueError("not for you")
+
+    layer = Layer(use)
+    layer.generator = Unreadable()
+    attach(layer, "net.9")
+    with pytest.raises(ReplayError, match=r"'net\.9' could not be photographed: ValueError\(not for you\)"):
         layer(torch.ones(3, 4))
 
 

@@ -1,7 +1,8 @@
 """Attach recompute to a layer without wrapping it, and take it away without a trace."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.recompute.fingerprint import Verify
 from lightning_ckpt.recompute.foreign import is_switched_on
-from lightning_ckpt.recompute.frame import Frame
+from lightning_ckpt.recompute.frame import Frame, ReplayError
 from lightning_ckpt.recompute.inspection import FILLS_LATE, inspect_call
 from lightning_ckpt.recompute.inventory import Inventory
 
@@ -88,9 +89,12 @@ class Recompute:
         if self._inventory is None and _is_lazy(self.layer):
             return self.run(*args, **kwargs)  # it takes its shapes in this call
         with self.lock:
-            frame = Frame(self, args, kwargs)
-            learning = frame.is_learning
+            with self._named():
+                frame = Frame(self, args, kwargs)
+                learning = frame.is_learning
             output = frame.forward(args, kwargs)
+            with self._named():
+                frame.learn()
             self.called = True
             self.given_up |= dict.fromkeys(frame.given_up)
             if learning:
@@ -98,6 +102,19 @@ class Recompute:
                 if self.fills_late:
                     frame.forget_fingerprints()
         return output
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Whatever goes wrong in the bookkeeping names the layer."""
+        try:
+            yield
+        except (ReplayError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ReplayError(
+                f"Recomputed layer {self.name!r} could not be photographed: {type(error).__name__}({error}). Leave it "
+                "out with `layers=` or `check_fn=`, and please report this."
+            ) from error
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _outside_of_the_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

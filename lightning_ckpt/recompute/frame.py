@@ -108,14 +108,17 @@ class Frame:
         return self._state.learned.learning
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the layer while everything autograd saves is replaced by empty slots, and learn what it changed."""
+        """Run the layer while everything autograd saves is replaced by empty slots."""
         tables = hook_tables(self._owner.inventory.inner_modules)
         self._running = True
         try:
             with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
-                output = self._owner.run(*args, **kwargs)
+                return self._owner.run(*args, **kwargs)
         finally:
             self._running = False
+
+    def learn(self) -> None:
+        """Right after forward: see what the layer changed, and drop copies that are not needed."""
         learned = self._state.learned
         if self._host is not None and not learned.draws:
             learned.draws = HostStreams() != self._host
@@ -123,7 +126,6 @@ class Frame:
                 self._host = None
         learned.arguments |= self.arguments.learn()
         self._state.learn()
-        return output
 
     def forget_fingerprints(self) -> None:
         """Do not verify this call: its tensors were fingerprinted before they were filled."""
