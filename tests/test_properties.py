@@ -739,7 +739,7 @@ def compose(count):
 def test_compositions_of_parts_train_as_without():
     tally, _ = compose(40)
     assert tally.total() >= 40
-    assert tally["exact"] >= 0.7 * tally.total()
+    assert tally["exact"] >= 0.7 * (tally.total() - tally["not replayed"])
 
 
 @pytest.mark.slow
@@ -750,7 +750,8 @@ def test_many_compositions_of_parts_train_as_without():
     assert tally["refused"] <= 0.05 * tally.total()
     assert by_part.keys() == PARTS.keys()
     for name, results in by_part.items():
-        assert results["exact"] >= (0.3 if name in ("InPlaceInput", "RareRandom") else 0.7) * results.total(), name
+        replayed = results.total() - results["not replayed"]  # a layer of parts that save nothing has nothing to replay
+        assert results["exact"] >= (0.3 if name in ("InPlaceInput", "RareRandom") else 0.7) * replayed, name
 
 
 # ---------------------------------------------------------------- found by the property
