@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_ckpt.monitor import StepMonitor, callbacks_of
+from lightning_ckpt.monitor import StepMonitor, callbacks_of, offload_engine_of
+from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, why_not
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
 from lightning_ckpt.recompute.inspection import CHECKPOINTS_ITSELF, KEEPS_CACHE
@@ -18,6 +19,7 @@ from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
 from lightning_ckpt.setup_shim import before_setup, forget
+from lightning_ckpt.strategies import local_ranks
 
 
 class ActivationCheckpointing(pl.Callback):
@@ -52,6 +54,9 @@ class ActivationCheckpointing(pl.Callback):
         verify: Which calls of a layer compare what the recompute saves with what forward saved, by fingerprints of
             the tensors: ``sample``, the first ones in every mode and one in 128; ``always``, which can double the
             time of a step; or ``off``.
+        offload: Set to true to keep the inputs of recomputed layers in pinned host memory until backward, under any
+            strategy; or give options of the copies (``--ckpt.offload.keep_last 2``). Without an accelerator nothing is
+            moved. A strategy such as ``ckpt_offload`` moves everything else that is saved, too.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
@@ -73,20 +78,29 @@ class ActivationCheckpointing(pl.Callback):
         enabled: bool = True,
         monitor: bool = True,
         verify: Literal["sample", "always", "off"] = "sample",
+        offload: bool | OffloadOptions = False,
     ) -> None:
         check_every_n_layers(every_n_layers)
         if layers is not None and check_fn is not None:
             raise SelectionError("Give either `layers` or `check_fn`, not both.")
         if verify not in ("sample", "always", "off"):
             raise SelectionError(f"`verify={verify!r}` must be 'sample', 'always' or 'off'.")
+        if not isinstance(offload, (bool, OffloadOptions)):
+            raise SelectionError(
+                f"`offload={offload!r}` must be True, False or options, for example `OffloadOptions(keep_last=2)`."
+            )
         self.every_n_layers = every_n_layers
         self.layers = layers
         self.check_fn = check_fn
         self.enabled = enabled
         self.monitor = monitor
         self.verify: Literal["sample", "always", "off"] = verify
+        self.offload = offload
         #: The layers that are recomputed, once ``fit`` has started.
         self.selection: Selection | None = None
+        #: What moves the inputs of recomputed layers, while ``fit`` runs and this callback has one of its own.
+        self.offload_engine: OffloadEngine | None = None
+        self._boundaries: Boundaries | None = None
         self._recomputed: list[Recompute] = []
         self._arm: Callable[[], None] | None = None
         self._reported = False
@@ -95,6 +109,8 @@ class ActivationCheckpointing(pl.Callback):
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("every_n_layers", "layers", "check_fn", "enabled")}
         given = {name: value for name, value in shown.items() if value is not None and value is not True}
+        if self.offload is not False:
+            given["offload"] = self.offload
         return f"ActivationCheckpointing({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @override
@@ -172,9 +188,50 @@ class ActivationCheckpointing(pl.Callback):
             )
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.offload is not False and self._recomputed:
+            self._start_offload(trainer, pl_module)
+
+    def _start_offload(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the inputs of recomputed layers travel, by the strategy's engine if it has one."""
+        layers = {recompute.name: recompute.layer for recompute in self._recomputed}
+        engine = offload_engine_of(trainer)
+        if engine is None:
+            device = trainer.strategy.root_device
+            reason = why_not(device)
+            if reason is not None:
+                rank_zero_info(f"{self!r}: nothing is moved: {reason}. Layers are recomputed all the same.")
+                return
+            options = OffloadOptions() if self.offload is True else self.offload
+            assert isinstance(options, OffloadOptions)
+            engine = OffloadEngine(device, options, local_ranks=local_ranks(trainer), say=rank_zero_warn)
+            engine.learn(pl_module)
+            self.offload_engine = engine
+        elif isinstance(self.offload, OffloadOptions):
+            rank_zero_warn(
+                f"{self!r}: the inputs of recomputed layers travel with everything else that the strategy moves, so "
+                f"`offload={self.offload!r}` has no effect beyond `offload=True`. Give the options to the strategy."
+            )
+        followed = {id(layer) for layer in getattr(trainer.strategy, "offloaded_layers", {}).values()}
+        new = {name: layer for name, layer in layers.items() if id(layer) not in followed}
+        self._boundaries = Boundaries(pl_module, new, engine)
+        for recompute in self._recomputed:
+            recompute.keep = engine.keep
+        rank_zero_info(f"{self!r}: the inputs of recomputed layers travel to host memory.")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.offload_engine is not None:
+            self.offload_engine.begin()
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self.offload_engine is not None and not trainer.fit_loop._should_accumulate():
+            self.offload_engine.step_done()
         if self._recomputed and not self._reported:
             self._reported = True
             self._report_first_batch()
@@ -195,6 +252,12 @@ class ActivationCheckpointing(pl.Callback):
             rank_zero_warn(
                 f"{self!r}: {classes} layers checkpoint a part of themselves (`torch.utils.checkpoint` in their "
                 f"forward), and that part now runs three times: {_names(nested)}. Switch one of the two off."
+            )
+        compiled = [recompute for recompute in self._recomputed if recompute.compiled]
+        if compiled and self.offload_engine is not None:
+            rank_zero_warn(
+                f"{self!r}: {len(compiled)} layers run in compiled code, which keeps their inputs itself, so "
+                f"they stay on the device: {_names(compiled)}. `Trainer(strategy='ckpt_offload')` moves them."
             )
         caching = self._with_finding(KEEPS_CACHE)
         if caching:
@@ -241,6 +304,12 @@ class ActivationCheckpointing(pl.Callback):
         if self._arm is not None:
             forget(trainer.strategy, self._arm)
             self._arm = None
+        if self._boundaries is not None:
+            self._boundaries.remove()
+            self._boundaries = None
+        if self.offload_engine is not None:
+            self.offload_engine.close()
+            self.offload_engine = None
         for recompute in self._recomputed:
             if attached(recompute.layer) is recompute:
                 recompute.detach()

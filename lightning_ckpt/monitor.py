@@ -19,6 +19,8 @@ from lightning_ckpt.measure.clock import make_clock
 from lightning_ckpt.measure.peak import make_peak_meter
 from lightning_ckpt.measure.phases import Phases
 from lightning_ckpt.measure.saved import SavedBytes, saved_bytes
+from lightning_ckpt.offload import OffloadEngine
+from lightning_ckpt.offload.statistics import StepStatistics
 from lightning_ckpt.recompute.watch import unwatch, watch
 
 _MIB = 2**20
@@ -38,6 +40,7 @@ class _Row:
     phases: Phases
     saved: list[SavedBytes] = field(default_factory=list)
     peaks: list[int | None] = field(default_factory=list)
+    offload: StepStatistics | None = None
     step: int = 0
     end: Any = None
 
@@ -52,6 +55,8 @@ class _Row:
         known = [peak for peak in self.peaks if peak is not None]
         if known and len(known) == len(self.peaks):
             metrics["memory/peak_MiB"] = max(known) / _MIB
+        if self.offload is not None:
+            metrics |= self.offload.metrics()
         return metrics
 
 
@@ -73,13 +78,24 @@ class StepMonitor(pl.Callback):
       first of each shape are counted and later ones of that shape take the figure; it is missing where that is not
       possible.
     - ``memory/saved_MiB``: activations kept for backward when it starts, in MiB: each storage once, parameters and
-      buffers excluded, the inputs of recomputed layers included.
+      buffers excluded, the inputs of recomputed layers included, what is on the host excluded.
     - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed, in MiB. Saved and
       avoided together are what the plain run saves, and inputs of recomputed layers that it would not.
     - ``time/step_ms``: the whole step, from the start of its batch to its end, in ms; waiting for data excluded.
     - ``time/forward_ms``: ``training_step`` without backward and optimizer, in ms.
     - ``time/backward_ms``: backward, recompute included, in ms.
     - ``time/recompute_ms``: the part of backward in which layers run again, in ms.
+
+    With offload also, summed over the micro-batches of the step or, for memory, the most of them:
+
+    - ``offload/out_MiB``, ``offload/in_MiB``: bytes copied to the host and back, in MiB.
+    - ``offload/resident_MiB``: saved activations still on the device when backward begins, in MiB: the last layers,
+      those that the link cannot hide, and what is under way. Tensors too small to travel are not counted.
+    - ``offload/stayed_MiB``: the part of them that was to stay (see ``offload/resident_MiB``), in MiB.
+    - ``offload/forward_wait_ms``, ``offload/backward_wait_ms``: time for which the device waited for copies, in ms.
+    - ``offload/host_MiB``: activations in host memory when backward begins, in MiB.
+    - ``offload/host_locked_MiB``: host memory set aside for them, in MiB.
+    - ``offload/late_allocations``: times that host memory had to be set aside after the first steps; 0 is right.
 
     On an accelerator, times are measured by events on the device, without making the host wait, and a row is logged
     when the device has passed it. Steps with compiled parts have no ``memory/saved_MiB`` and ``memory/avoided_MiB``,
@@ -157,6 +173,8 @@ class StepMonitor(pl.Callback):
         if self._peak is not None:
             row.peaks.append(self._peak.end(self._batch_saved))
         if not trainer.fit_loop._should_accumulate():
+            engine = offload_engine_of(trainer)
+            row.offload = None if engine is None else engine.take_statistics()
             row.step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self._pending.append(row)
             self._row = None
@@ -235,6 +253,13 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """The Trainer's own list of callbacks (an attribute it sets without declaring it)."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def offload_engine_of(trainer: pl.Trainer) -> OffloadEngine | None:
+    """The engine that moves activations in this training, of the strategy or of a callback."""
+    owners = [trainer.strategy, *callbacks_of(trainer)]
+    engines = (getattr(owner, "offload_engine", None) for owner in owners)
+    return next((engine for engine in engines if engine is not None), None)
 
 
 def _present(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Iterator[Tensor]:

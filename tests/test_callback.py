@@ -416,6 +416,7 @@ def test_no_option_makes_training_inexact():
         "enabled",
         "monitor",
         "verify",
+        "offload",
         "return",
     }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, packed_values
 from lightning_ckpt.measure.storage import StorageSizes
+from lightning_ckpt.offload.records import Flattened, Kept, Moved
 from lightning_ckpt.recompute.frame import Slot
 
 
@@ -16,7 +17,7 @@ class SavedBytes:
     """Saved activations of one backward, parameters excluded, each storage counted once.
 
     Attributes:
-        saved: bytes that autograd and the recomputed layers' frames keep.
+        saved: bytes that autograd and the recomputed layers' frames keep, offloaded ones left out.
         avoided: bytes that autograd would keep in addition if no layer were recomputed by this package.
         complete: False where a part of the graph was compiled: the compiler recomputes inside and does not say what.
     """
@@ -55,7 +56,7 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
                 frame = packed.frame
                 if id(frame) not in frames:
                     frames.add(id(frame))
-                    _add_all(kept, frame.arguments.tensors)
+                    _add_all(kept, frame.arguments.on_device())
                     if frame.unsaved is not None:
                         unsaved.update(frame.unsaved)
             elif is_checkpoint_holder(packed):
@@ -79,6 +80,8 @@ def _tensors_in(packed: Any) -> Iterator[Tensor]:
     elif isinstance(packed, (tuple, list)):
         for item in packed:
             yield from _tensors_in(item)
+    elif isinstance(packed, (Moved, Kept, Flattened)):
+        yield from packed.on_device
 
 
 # The frame of `torch.utils.checkpoint`, which keeps the inputs, is known to the unpack hook alone.

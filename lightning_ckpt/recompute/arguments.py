@@ -5,7 +5,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,24 @@ from lightning_ckpt.recompute.tensors import bitwise_equal, copy_exactly, regrow
 
 _DEPTH = 6  # nesting of containers that is looked into; caches and batches need three
 _SCALARS = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class Handle(Protocol):
+    """An activation in somebody else's care."""
+
+    def tensor(self) -> Tensor:
+        """The tensor, with the same values, strides and offset."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since it was handed over."""
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What it holds in memory of the device that computes."""
+
+
+Keep = Callable[[Tensor], Handle]
 
 
 class Arguments:
@@ -66,6 +84,7 @@ class Arguments:
                 if copied is True or name in copied:
                     self._copies[id(tensor)] = copy_exactly(tensor)
         self._missed: str | None = None
+        self._handed_over: list[tuple[str, torch.Size, Handle]] = []
 
     def learn(self) -> set[str]:
         """Right after the call: the names of tensors that the layer changed in place; copies of others are dropped."""
@@ -99,6 +118,30 @@ class Arguments:
     def _needs_gradient(self, ident: int) -> bool:
         return any(id(tensor) == ident and tensor.requires_grad for tensor in self.tensors)
 
+    def hand_over(self, keep: Keep) -> None:
+        """Let somebody else look after the activations until the replay: on the host, say."""
+        handles: dict[int, _HandedOver] = {}
+        rest = []
+        for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True):
+            if tensor.grad_fn is None:  # parameters, masks and the like, which others hold as well
+                rest.append((name, tensor, version))
+            elif id(tensor) not in handles:
+                handle = keep(tensor)
+                handles[id(tensor)] = _HandedOver(handle)
+                self._handed_over.append((name, tensor.shape, handle))
+        if handles:
+            self._args, self._kwargs = self._rewritten(lambda value: handles.get(id(value), value))
+            self._names = [name for name, _, _ in rest]
+            self.tensors = [tensor for _, tensor, _ in rest]
+            self._versions = [version for _, _, version in rest]
+            self._has_copies = True
+
+    def on_device(self) -> Iterator[Tensor]:
+        """What is held in memory of the device that computes."""
+        yield from self.tensors
+        for _, _, handle in self._handed_over:
+            yield from handle.on_device
+
     def objection(self) -> str | None:
         """Why a replay could not get the arguments as they were passed, if so."""
         if self._missed is not None:
@@ -106,12 +149,17 @@ class Arguments:
                 f"changed its argument `{self._missed}` in place for the first time in this call, of which no copy "
                 "existed. Its next calls are exact."
             )
-        for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True):
-            if _version(tensor) != version:
-                return (
-                    f"got argument `{name}` of shape {tuple(tensor.shape)}, which was modified by an inplace operation "
-                    "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
-                )
+        changed = [
+            (name, tensor.shape)
+            for name, tensor, version in zip(self._names, self.tensors, self._versions, strict=True)
+            if _version(tensor) != version
+        ]
+        changed += [(name, shape) for name, shape, handle in self._handed_over if handle.is_changed]
+        for name, shape in changed:
+            return (
+                f"got argument `{name}` of shape {tuple(shape)}, which was modified by an inplace operation "
+                "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
+            )
         return None
 
     def for_replay(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,8 +170,10 @@ class Arguments:
         aliases: dict[int, Tensor] = {}
 
         def alias(value: Any) -> Any:
-            if isinstance(value, _Kept):
-                return aliases.setdefault(id(value), value.grow())
+            if isinstance(value, (_Kept, _HandedOver)):
+                if id(value) not in aliases:
+                    aliases[id(value)] = value.grow()
+                return aliases[id(value)]
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 if id(value) not in aliases:
                     aliases[id(value)] = value.detach().requires_grad_()
@@ -142,7 +192,7 @@ class Arguments:
             self.tensors.append(value)
             self._names.append(name)
             return value
-        if type(value) in _SCALARS or isinstance(value, (type, _Kept)) or self._owned(value):
+        if type(value) in _SCALARS or isinstance(value, (type, _Kept, _HandedOver)) or self._owned(value):
             return value
         if id(value) in seen:
             return seen[id(value)]
@@ -248,6 +298,16 @@ class _Kept:
     def grow(self) -> Tensor:
         values = self.values.clone()
         return regrow(values) if self.needs_gradient else values
+
+
+class _HandedOver:
+    """Stands among the arguments for an activation that somebody else looks after."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def grow(self) -> Tensor:
+        return self._handle.tensor().detach().requires_grad_()
 
 
 def _is_plain_object(value: Any) -> bool:

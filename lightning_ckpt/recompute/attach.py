@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ckpt.recompute.arguments import Keep
 from lightning_ckpt.recompute.fingerprint import Verify
 from lightning_ckpt.recompute.foreign import is_switched_on
 from lightning_ckpt.recompute.frame import Frame, ReplayError
@@ -31,7 +32,9 @@ class Recompute:
         name: the layer's qualified name.
         verify: which calls are verified by fingerprints.
         silencers: make contexts that are entered around every replay.
-        called: whether the layer has run with gradients on, outside of compiled code.
+        keep: looks after the activations among the layer's inputs until the replay; None leaves them where they are.
+        called: whether the layer has run with gradients on.
+        compiled: whether it has done so in compiled code.
         findings: what its first calls showed that a user should know (see `inspection`).
         given_up: names of what the layer can reach that cannot be photographed: what is too large, and iterators.
         taken_over: modules whose checkpointing by Hugging Face is off while this is attached.
@@ -43,7 +46,9 @@ class Recompute:
         self.name = name
         self.verify: Verify = verify
         self.silencers = list(silencers)
+        self.keep: Keep | None = None
         self.called = False
+        self.compiled = False
         self.findings: set[str] = set()
         self.given_up: dict[str, None] = {}
         self.lock = threading.RLock()
@@ -55,7 +60,7 @@ class Recompute:
             setattr(module, "gradient_checkpointing", False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "lock": None, "_inventory": None, "silencers": []}
+        return {**self.__dict__, "lock": None, "_inventory": None, "silencers": [], "keep": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, lock=threading.RLock())
@@ -76,7 +81,7 @@ class Recompute:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            self.called = True
+            self.called = self.compiled = True
             if getattr(type(self.layer).forward, "_torchdynamo_disable", False):
                 return self._outside_of_the_graph(args, kwargs)
             # PyTorch's own checkpoint is what the compiler can trace. Where it cannot (the layer changes its own
@@ -101,6 +106,9 @@ class Recompute:
                 self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
                 if self.fills_late:
                     frame.forget_fingerprints()
+            if self.keep is not None:
+                with self._named():
+                    frame.arguments.hand_over(self.keep)
         return output
 
     @contextlib.contextmanager

@@ -39,7 +39,17 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(threading.Lock())),
     }
 )
-_OPAQUE_PACKAGES = {"torch", "lightning", "pytorch_lightning", "logging", "threading", "weakref", "builtins", "re"}
+_OPAQUE_PACKAGES = {
+    "builtins",
+    "lightning",
+    "lightning_ckpt",
+    "logging",
+    "pytorch_lightning",
+    "re",
+    "threading",
+    "torch",
+    "weakref",
+}
 # Tables of `nn.Module` that are looked after elsewhere: parameters by their flags and versions, hooks by `observers`.
 _MODULE_TABLES = frozenset(nn.Module().__dict__) - {"training", "_buffers"} | {"forward", "_buffers"}
 

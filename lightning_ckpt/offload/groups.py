@@ -1,0 +1,132 @@
+"""Groups of saved tensors that travel together, one per layer, and the order in which backward asks for them."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from lightning_ckpt.offload.records import Record
+
+Key = tuple[str, int]
+
+
+class Group:
+    """What was saved between two boundaries of the forward pass.
+
+    Attributes:
+        key: the same in every step: the name of what runs, and how many groups of that name came before.
+        index: its place in the run.
+        layer: how many layers had begun when it was opened.
+        run: the forward work that it is part of.
+        stream: the stream that computes, here and in its backward.
+        nbytes: bytes of the storages that it is the first to save.
+    """
+
+    __slots__ = ("__weakref__", "_records", "index", "key", "layer", "nbytes", "run", "stream")
+
+    def __init__(self, key: Key, index: int, layer: int, run: "Run", stream: torch.Stream) -> None:
+        self.key = key
+        self.index = index
+        self.layer = layer
+        self.run = run
+        self.stream = stream
+        self.nbytes = 0
+        self._records: list[weakref.ref[Record]] = []
+
+    def add(self, record: Record, is_new: bool) -> None:
+        """One more storage that its backward needs."""
+        self._records.append(weakref.ref(record))
+        if is_new:
+            self.nbytes += record.nbytes
+
+    def records(self) -> list[Record]:
+        """The storages that are still needed, in the order they were saved."""
+        records = (reference() for reference in self._records)
+        return [record for record in records if record is not None and not record.is_dead]
+
+
+class Run:
+    """The forward work between one backward and the next: usually one forward pass."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.layers = 0
+        self._names: Counter[str] = Counter()
+        self._groups: list[weakref.ref[Group]] = []
+        self._keys: list[Key] = []
+        self._index: dict[Key, int] = {}
+
+    def open(self, name: str, starts_layer: bool, stream: torch.Stream) -> Group:
+        """A new group, after all others."""
+        self.layers += starts_layer
+        key = (name, self._names[name])
+        self._names[name] += 1
+        group = Group(key, len(self._groups), self.layers, self, stream)
+        self._index[key] = group.index
+        self._keys.append(key)
+        self._groups.append(weakref.ref(group))
+        return group
+
+    def get(self, key: Key) -> Group | None:
+        """The group of that key, if its backward is still to come."""
+        index = self._index.get(key)
+        return None if index is None else self._groups[index]()
+
+    def before(self, key: Key) -> Key | None:
+        """The key of the group before it."""
+        index = self._index.get(key, 0)
+        return self._keys[index - 1] if index else None
+
+    def groups(self) -> list[Group]:
+        """All groups whose backward is still to come."""
+        return [group for group in (reference() for reference in self._groups) if group is not None]
+
+
+class Order:
+    """What is learned from one step to the next: how near the end a group is, and which one backward needs after it.
+
+    A step that is built otherwise than those before is served as well, only later.
+    """
+
+    def __init__(self) -> None:
+        self._layers_after: dict[Key, int] = {}
+        self._next: dict[Key, tuple[Key, int]] = {}
+        self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+        self._count = 0
+
+    def new_run(self) -> Run:
+        """Begin the forward work of another backward."""
+        self._count += 1
+        run = self._runs[self._count] = Run(self._count)
+        return run
+
+    def learn_forward(self, run: Run) -> None:
+        """A backward begins, so all layers of the run are known now."""
+        for group in run.groups():
+            self._layers_after[group.key] = run.layers - group.layer
+
+    def layers_after(self, group: Group) -> int | None:
+        """How many layers followed it the last time, None where that is not known."""
+        return self._layers_after.get(group.key)
+
+    def learn_backward(self, before: Group, after: Group) -> None:
+        """Backward came to `after` when it was through with `before`."""
+        self._next[before.key] = (after.key, after.run.number - before.run.number)
+
+    def following(self, group: Group) -> Iterator[Group]:
+        """The groups that backward needs after `group`, nearest first: as in the last step, else in reverse."""
+        run: Run | None = group.run
+        key: Key | None = group.key
+        seen = {group}
+        while run is not None and key is not None:
+            if key in self._next:
+                key, distance = self._next[key]
+                run = self._runs.get(run.number + distance)
+            else:
+                key = run.before(key)
+            found = run.get(key) if run is not None and key is not None else None
+            if found is None or found in seen:
+                return
+            seen.add(found)
+            yield found

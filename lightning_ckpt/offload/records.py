@@ -1,0 +1,251 @@
+"""What stands in the autograd graph for a saved tensor, and what is known about the memory behind it.
+
+A handle is owned by autograd alone, a record by its handles, host memory by its record: whatever way a graph ends
+(backward, an exception, a loss that is dropped), everything is given back by reference counting. No table of ids has to
+be kept true.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_ckpt.offload.host_memory import Region
+
+if TYPE_CHECKING:
+    from lightning_ckpt.offload.engine import OffloadEngine
+    from lightning_ckpt.offload.groups import Group
+    from lightning_ckpt.offload.transfers import Load
+
+_SPARSE = 8  # times the bytes of the tensors that look at it
+_ALIGNMENT = 512  # bytes; what an accelerator's allocator aligns to, so that kernels find the alignment they had
+
+
+class Record:
+    """One storage: where its bytes are, on the device or on the host.
+
+    Args:
+        engine: whom to tell when nothing needs it any more.
+        storage: the storage.
+        probe: has the version counter of the tensor that was saved first.
+        group: the group that saves it first, the last one to need it in backward.
+
+    Attributes:
+        identity: what identifies the storage; as long as the record exists, no other storage gets it.
+        source: the storage itself while it is on the device: before its copy out has ended, or for good.
+        start: first byte that saved tensors look at.
+        end: the byte after the last one.
+        viewed: bytes of the saved tensors, each view counted.
+        region: host memory for the bytes from `start` to `end`, once their copy is under way.
+        on_host: recorded behind that copy.
+        loaded: the bytes back on the device.
+        load: the copy that brings them.
+        used: whether it was unpacked since it was brought back.
+        is_dead: whether the last tensor on it is gone.
+        stays: whether it was decided to leave it where it is.
+        first_group: the first group that saved it.
+        last_group: the last one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_engine",
+        "_probe",
+        "_reference",
+        "_version",
+        "end",
+        "first_group",
+        "identity",
+        "is_dead",
+        "last_group",
+        "load",
+        "loaded",
+        "nbytes",
+        "on_host",
+        "region",
+        "source",
+        "start",
+        "stays",
+        "used",
+        "viewed",
+    )
+
+    def __init__(self, engine: "OffloadEngine", storage: torch.UntypedStorage, probe: Tensor, group: "Group") -> None:
+        self._engine = engine
+        self._reference = StorageWeakRef(storage)
+        self._probe = probe
+        self._version = probe._version
+        self.identity: int = storage._cdata
+        self.source: torch.UntypedStorage | None = storage
+        self.nbytes = storage.nbytes()
+        self.start = self.nbytes
+        self.end = 0
+        self.viewed = 0
+        self.region: Region | None = None
+        self.on_host: torch.Event | None = None
+        self.loaded: Tensor | None = None
+        self.load: Load | None = None
+        self.used = False
+        self.is_dead = False
+        self.stays = False
+        self.first_group = group
+        self.last_group = group
+
+    def serves(self, storage: torch.UntypedStorage, probe: Tensor, start: int, end: int) -> bool:
+        """Whether another tensor on the same storage may share this record: its bytes are the same, and all there."""
+        return (
+            self._probe._version == self._version == probe._version
+            and self.nbytes == storage.nbytes()
+            and (self.region is None or (self.start <= start and end <= self.end))
+        )
+
+    def include(self, start: int, end: int, nbytes: int) -> None:
+        """Add a tensor that looks at `nbytes` between `start` and `end`."""
+        self.viewed += nbytes
+        if self.region is None:
+            self.start = min(self.start, start // _ALIGNMENT * _ALIGNMENT)
+            self.end = max(self.end, end)
+
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether nothing has been decided about it, and its bytes are still those that were saved."""
+        return self.region is None and not self.stays and self._probe._version == self._version
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the storage is far larger than what was saved of it: it belongs to somebody who keeps it anyway."""
+        return self.end - self.start > _SPARSE * self.viewed
+
+    @property
+    def travels(self) -> bool:
+        """Whether it has been sent to the host."""
+        return self.region is not None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has to be brought back before it can be used."""
+        return self.source is None and self.loaded is None
+
+    def tensor(self, handle: "Moved") -> Tensor:
+        """The tensor of a handle on this record."""
+        return self._engine.unpack(handle)
+
+    def __del__(self) -> None:
+        # Any thread, at any moment, perhaps in the middle of the engine's own work: leave it to the engine. Until then
+        # weak references still find it.
+        self.is_dead = True
+        self._engine.bury(self)
+
+
+class Moved:
+    """A saved tensor whose storage may travel."""
+
+    __slots__ = ("dtype", "group", "offset", "probe", "record", "size", "stride", "version")
+
+    def __init__(self, tensor: Tensor, probe: Tensor, record: Record, group: "Group") -> None:
+        self.record = record
+        self.group = group
+        self.probe = probe
+        self.version = probe._version
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """The tensor as it was saved."""
+        return self.record.tensor(self)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return self.probe._version != self.version
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What it keeps in the device's memory."""
+        source = self.record.source
+        return [] if source is None else [restore(self, source, 0)]
+
+
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("reason", "value", "version")
+
+    def __init__(self, tensor: Tensor, reason: str) -> None:
+        # Detached: a graph that holds its own output through a hook is a cycle that is never collected.
+        self.value = tensor.detach()
+        self.version = -1 if self.value.is_inference() else self.value._version
+        self.reason = reason
+
+    def tensor(self) -> Tensor:
+        """The tensor itself."""
+        if self.is_changed:
+            raise changed_in_place(self.value.dtype, self.value.shape, self.value._version, self.version)
+        return self.value
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return self.version >= 0 and self.value._version != self.version
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What it keeps in the device's memory."""
+        return [self.value]
+
+
+class Flattened:
+    """A saved tensor subclass: its inner tensors, each saved on its own."""
+
+    __slots__ = ("parts", "rebuild")
+
+    def __init__(self, parts: "dict[str, Handle]", rebuild: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        self.parts = parts
+        self.rebuild = rebuild
+
+    def tensor(self) -> Tensor:
+        """The subclass, rebuilt around its inner tensors."""
+        return self.rebuild({name: part.tensor() for name, part in self.parts.items()})
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether one of them was changed in place since."""
+        return any(part.is_changed for part in self.parts.values())
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What it keeps in the device's memory."""
+        return [tensor for part in self.parts.values() for tensor in part.on_device]
+
+
+Handle = Moved | Kept | Flattened
+
+
+def restore(handle: Moved, storage: torch.UntypedStorage, start: int) -> Tensor:
+    """The tensor of `handle` on `storage`, whose first byte was byte `start` of the storage that was saved."""
+    blank = torch.empty(0, dtype=handle.dtype, device=storage.device)
+    offset = handle.offset - start // blank.element_size() if start else handle.offset
+    return blank.set_(storage, offset, handle.size, handle.stride)
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte of its storage that a strided tensor looks at, and the byte after the last one."""
+    size = tensor.element_size()
+    first = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return first * size, (first + tensor.numel()) * size
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (first + reach + 1) * size
+
+
+def changed_in_place(dtype: torch.dtype, shape: Any, version: int, expected: int) -> RuntimeError:
+    """Autograd's own kind of error, which hooks on saved tensors switch off."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {tuple(shape)}] is at version {version}; expected version {expected} instead. Change it out of "
+        "place (`x = x + y`, not `x += y`), or change a clone of it."
+    )

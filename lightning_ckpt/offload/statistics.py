@@ -1,0 +1,57 @@
+"""What offload did in one optimizer step."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+_MIB = 2**20
+
+
+@dataclass
+class StepStatistics:
+    """Sums and maxima over the micro-batches of one optimizer step.
+
+    Attributes:
+        out_bytes: bytes copied to the host.
+        in_bytes: bytes copied back.
+        resident_bytes: saved activations on the device when backward began, of those that are large enough to travel;
+            the most of all micro-batches.
+        host_bytes: host memory that held activations when backward began, the most of all micro-batches.
+        locked_bytes: host memory set aside, used or not.
+        late_allocations: times that host memory had to be allocated after the first steps.
+        stayed: saved tensors that stayed on the device, by reason.
+        stayed_bytes: bytes of large enough storages that stayed on the device, by reason.
+        forward_waits: pairs of events around each wait of the device for a copy, in forward.
+        backward_waits: the same in backward.
+    """
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    resident_bytes: int = 0
+    host_bytes: int = 0
+    locked_bytes: int = 0
+    late_allocations: int = 0
+    stayed: Counter[str] = field(default_factory=Counter)
+    stayed_bytes: Counter[str] = field(default_factory=Counter)
+    forward_waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+    backward_waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the device is through with the step."""
+        return all(waits[-1][1].query() for waits in (self.forward_waits, self.backward_waits) if waits)
+
+    def metrics(self) -> dict[str, float]:
+        """Name and value of each metric, once the step `has_passed`."""
+        return {
+            "offload/out_MiB": self.out_bytes / _MIB,
+            "offload/in_MiB": self.in_bytes / _MIB,
+            "offload/resident_MiB": self.resident_bytes / _MIB,
+            "offload/host_MiB": self.host_bytes / _MIB,
+            "offload/host_locked_MiB": self.locked_bytes / _MIB,
+            "offload/late_allocations": float(self.late_allocations),
+            "offload/stayed_MiB": sum(self.stayed_bytes.values()) / _MIB,
+            "offload/forward_wait_ms": sum(start.elapsed_time(end) for start, end in self.forward_waits),
+            "offload/backward_wait_ms": sum(start.elapsed_time(end) for start, end in self.backward_waits),
+        }

@@ -1,0 +1,178 @@
+"""Copies between device and host on two streams of their own, and everything that has to wait for something else.
+
+The host never waits, and no memory is handed from one stream to another: what the device's allocator gives out belongs
+to the stream that computes, which waits for a copy before memory under that copy is given up. All waits go through
+`Transfers.wait`, so that a test can leave one out.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ckpt.offload.host_memory import Region
+from lightning_ckpt.offload.records import Record
+
+
+class Flight:
+    """Storages on their way to the host.
+
+    Attributes:
+        stream: the stream that computed them, to whose memory they belong.
+        nbytes: device memory that is given up once they have left.
+        copied: bytes that are copied.
+        started: recorded before the copies.
+        left: recorded behind the copies.
+    """
+
+    def __init__(self, records: Sequence[Record], stream: torch.Stream) -> None:
+        self.stream = stream
+        self.nbytes = sum(record.nbytes for record in records)
+        self.copied = sum(record.end - record.start for record in records)
+        self.started: torch.Event
+        self.left: torch.Event
+        self._records = [weakref.ref(record) for record in records]
+        self._sources = [record.source for record in records]  # alive until they have left, whatever autograd drops
+
+    def is_needed(self) -> bool:
+        """Whether backward may still ask for one of them."""
+        records = (reference() for reference in self._records)
+        return any(record is not None and not record.is_dead for record in records)
+
+    def forget_sources(self) -> None:
+        """Give the device memory up."""
+        for record in (reference() for reference in self._records):
+            if record is not None:
+                record.source = None
+        self._sources.clear()
+
+
+class Load:
+    """Storages on their way back.
+
+    Attributes:
+        stream: the stream that will compute with them, to whose memory they belong.
+        copied: bytes that are copied.
+        started: recorded before the copies.
+        arrived: recorded behind the copies.
+        awaited: whether the stream has been told to wait for them.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+        self.copied = 0
+        self.started: torch.Event
+        self.arrived: torch.Event
+        self.awaited = False
+
+
+class Transfers:
+    """The two copy streams of one device.
+
+    Args:
+        device: an accelerator.
+
+    Attributes:
+        waits: a pair of events around every wait of a stream that computes, as far as it had something to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waits: list[tuple[torch.Event, torch.Event]] = []
+        self._out = torch.Stream(device=device)
+        self._into = torch.Stream(device=device)
+        self._last_load: Load | None = None
+
+    def wait(self, stream: torch.Stream, event: torch.Event, reason: str) -> None:
+        """Hold `stream`, on the device, until `event` has passed.
+
+        Args:
+            stream: the one that waits.
+            event: what it waits for.
+            reason: what has to be true first: `computed` (before a copy out), `read` (before host memory is used
+                again), `left` (before device memory is given up), `allocated` and `on host` (before a copy back),
+                `arrived` (before it is computed with).
+        """
+        stream.wait_event(event)
+
+    def copy_out(self, records: Sequence[Record], stream: torch.Stream) -> Flight:
+        """Copy the bytes of `records`, which `stream` computes, into their regions."""
+        flight = Flight(records, stream)
+        self.wait(self._out, stream.record_event(), "computed")
+        if self._last_load is not None:  # copies back run in order: with the last one, all have been read
+            self.wait(self._out, self._last_load.arrived, "read")
+            self._last_load = None
+        flight.started = self.mark(self._out)
+        with self._out:
+            for record in records:
+                assert record.source is not None
+                assert record.region is not None
+                for piece, part in _pieces(record.region, _bytes(record.source, record.start, record.end)):
+                    piece.copy_(part, non_blocking=True)
+        flight.left = self.mark(self._out)
+        for record in records:
+            record.on_host = flight.left
+        return flight
+
+    def retire(self, flight: Flight) -> None:
+        """Give up the device memory of a flight, once it has left."""
+        self._hold(flight.stream, flight.left, "left")
+        flight.forget_sources()
+
+    def copy_in(self, records: Sequence[Record], stream: torch.Stream) -> Load:
+        """Bring the bytes of `records` back, into memory of `stream`."""
+        load = self._last_load = Load(stream)
+        targets = [torch.empty(record.end - record.start, dtype=torch.uint8, device=self.device) for record in records]
+        self.wait(self._into, stream.record_event(), "allocated")
+        for event in {id(record.on_host): record.on_host for record in records}.values():
+            assert event is not None
+            self.wait(self._into, event, "on host")
+        load.started = self.mark(self._into)
+        with self._into:
+            for record, target in zip(records, targets, strict=True):
+                assert record.region is not None
+                for piece, part in _pieces(record.region, target):
+                    part.copy_(piece, non_blocking=True)
+                record.loaded = target
+                record.load = load
+                load.copied += target.numel()
+        load.arrived = self.mark(self._into)
+        return load
+
+    def await_load(self, load: Load) -> None:
+        """Hold the stream that computes until the load has arrived."""
+        if not load.awaited:
+            load.awaited = True
+            self._hold(load.stream, load.arrived, "arrived")
+
+    def give_up(self, record: Record) -> None:
+        """Give up what was brought back for `record`, used or not."""
+        if record.load is not None:  # if nobody used it, its copy may still be writing
+            self.await_load(record.load)
+        record.loaded = record.load = None
+
+    def mark(self, stream: torch.Stream) -> torch.Event:
+        """An event at the end of what is queued on `stream`, which knows the time when it passes."""
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _hold(self, stream: torch.Stream, event: torch.Event, reason: str) -> None:
+        if event.query():
+            self.wait(stream, event, reason)
+            return
+        before = self.mark(stream)
+        self.wait(stream, event, reason)
+        self.waits.append((before, self.mark(stream)))
+
+
+def _bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
+    blank = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return blank.set_(storage, start, (end - start,), (1,))
+
+
+def _pieces(region: Region, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if len(region.pieces) == 1:
+        return iter([(region.pieces[0], flat)])
+    return zip(region.pieces, flat.split([piece.numel() for piece in region.pieces]), strict=True)
