@@ -216,7 +216,7 @@ class ActivationCheckpointing(pl.Callback):
         new = {name: layer for name, layer in layers.items() if id(layer) not in followed}
         self._boundaries = Boundaries(pl_module, new, engine)
         for recompute in self._recomputed:
-            recompute.keep = engine.keep
+            recompute.keep = engine.pack
         rank_zero_info(f"{self!r}: the inputs of recomputed layers travel to host memory.")
 
     @override

@@ -121,6 +121,7 @@ def test_print_config_round_trip(capsys, tmp_path):
         "enabled": True,
         "monitor": True,
         "verify": "sample",
+        "offload": False,
     }
     path = tmp_path / "printed.yaml"
     path.write_text(printed)

@@ -3,9 +3,8 @@
 import contextlib
 import threading
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ckpt.offload.admission import Admission
 from lightning_ckpt.offload.budget import default_host_budget
-from lightning_ckpt.offload.device import room
-from lightning_ckpt.offload.groups import Group, Key, Order, Run
+from lightning_ckpt.offload.device import current_backward, current_stream
+from lightning_ckpt.offload.groups import Group, Order
 from lightning_ckpt.offload.host_memory import HostMemory
+from lightning_ckpt.offload.inbound import Inbound
 from lightning_ckpt.offload.options import OffloadOptions
+from lightning_ckpt.offload.outbound import Outbound
+from lightning_ckpt.offload.planner import Planner
 from lightning_ckpt.offload.records import (
     Flattened,
     Handle,
@@ -28,24 +30,16 @@ from lightning_ckpt.offload.records import (
     extent,
     restore,
 )
-from lightning_ckpt.offload.schedule import Link, choose_layers
-from lightning_ckpt.offload.statistics import StepStatistics
-from lightning_ckpt.offload.timeline import Timeline
-from lightning_ckpt.offload.transfers import Flight, Load, Transfers
+from lightning_ckpt.offload.statistics import Ledger, StepStatistics
+from lightning_ckpt.offload.transfers import Transfers
 
-_PART_BYTES = 64 * 2**20  # a group is cut here, so that long layers, and models without any, travel in parts
-_WARM_UP = 3  # optimizer steps in which host memory may still grow
-_PLAN_STEPS = 200  # optimizer steps for which measured times are trusted
-
-_NOWHERE = ("", False, None)  # the name of what runs outside of layers, such as an embedding
-
-_in_backward = torch._C._current_graph_task_id
+_SLAB_BYTES = 64 * 2**20
 
 
 class OffloadEngine:
     """Moves saved activations to host memory during forward and back during backward.
 
-    Between `boundary` calls, what autograd saves inside `forward` (and what is given to `keep`) gathers in a group,
+    Between `boundary` calls, what autograd saves inside `forward` (and what is given to `pack`) gathers in a group,
     usually one per layer. At the boundary its copy to the host starts on a stream of its own, and its device memory is
     given up when the copy has ended and `max_inflight_bytes` are under way. In backward, groups are brought back ahead
     of their use. The results are those without the engine, bit for bit.
@@ -81,42 +75,43 @@ class OffloadEngine:
         host: HostMemory | None = None,
     ) -> None:
         options = options or OffloadOptions()
+        say = _once(say)
         self.device = _with_index(device)
         self.options = options
-        self.statistics = StepStatistics()
-        self.steps = 0
-        #: Bytes of storages on the device that are large enough to travel.
-        self.resident_bytes = 0
-        #: Groups that stay on the device because the link cannot hide them, once that is known.
-        self.staying: set[Key] = set()
-        self.layers = 0
-        self._say = _once(say)
-        self._min_bytes = _as_bytes(options.min_bytes) or 0
-        self._max_inflight = _as_bytes(options.max_inflight_bytes)
-        self._prefetch = _as_bytes(options.prefetch_bytes)
-        self._admission = Admission(self.device, self._min_bytes)
-        self._transfers = transfers or Transfers(self.device)
-        if host is None:
-            given = _as_bytes(options.host_budget)
-            budget = default_host_budget(local_ranks) if given is None else given // local_ranks
-            host = HostMemory(budget, on_pageable=self._say)
-        self.host = host
+        self.host = host or _host_memory(options, local_ranks, say)
+        self._say = say
+        self._ledger = Ledger()
+        self._admission = Admission(self.device, int(options.min_bytes))
+        transfers = transfers or Transfers(self.device)
+        order = Order()
+        self._transfers = transfers
+        self._planner = Planner(transfers, options.move, say)
+        self._outbound = Outbound(
+            transfers, self.host, order, self._planner, self._ledger, options.keep_last, _max_inflight(options), say
+        )
+        self._inbound = Inbound(transfers, order, self._planner, self._ledger, lambda: self.prefetch_bytes)
+        self._stream = current_stream(self.device.index)
+        self._has_several_streams = False
         self._blank = torch.empty(0, device=self.device)
         self._lock = threading.Lock()
         self._dead: deque[Record] = deque()
-        self._records: dict[int, weakref.ref[Record]] = {}
-        self._order = Order()
-        self._run: Run | None = None
-        self._group: Group | None = None
-        self._announced: tuple[str, bool, torch.Event | None] = _NOWHERE
-        self._pending_bytes = 0
-        self._largest = 0
-        self._flights: deque[Flight] = deque()
-        self._backward = _Backward()
-        self._timeline: Timeline | None = None
-        self._planned_at: int | None = None
-        self._room = 0
         self._closed = False
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of saved storages that are on the device now, of those that are large enough to travel."""
+        return self._ledger.resident_bytes
+
+    @property
+    def staying(self) -> set[tuple[str, int]]:
+        """Groups that stay on the device because the link cannot hide them, once that is known."""
+        return self._planner.staying
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes that are brought back ahead of their use."""
+        given = self.options.prefetch_bytes
+        return 2 * self._outbound.largest if given is None else int(given)
 
     # ---------------------------------------------------------------- forward
 
@@ -133,14 +128,17 @@ class OffloadEngine:
 
     def begin(self) -> None:
         """A training step begins: whatever an earlier one has left under way is brought to an end."""
+        if self._closed:
+            return
         with self._lock:
             self._reap()
-            if self._run is not None:
-                self._order.learn_forward(self._run)
             self._settle()
-            self._run = self._group = None
-            self._announced = _NOWHERE
-            self._plan()
+            self._outbound.turn()
+            stream = current_stream(self.device.index)
+            if stream != self._stream:
+                self._transfers.wait(stream, self._stream.record_event(), "computed")
+                self._stream = stream
+            self._planner.begin(self._ledger.steps, self._outbound.max_inflight_bytes, self.prefetch_bytes)
 
     def boundary(self, name: str, starts_layer: bool) -> None:
         """A layer begins or ends.
@@ -149,16 +147,15 @@ class OffloadEngine:
             name: of the layer, or of what comes after one; the same in every step.
             starts_layer: whether a layer begins.
         """
-        if self._closed or _in_backward() != -1:
+        if self._closed or current_backward() != -1:
             return
         with self._lock:
             self._reap()
-            self._close_group()
-            self._announced = (name, starts_layer, None if self._timeline is None else self._mark())
+            self._outbound.boundary(name, starts_layer, self._stream)
 
     def pack(self, tensor: Tensor) -> Handle:
-        """What autograd keeps in the place of `tensor`."""
-        if _in_backward() != -1 or self._closed:
+        """Keep `tensor` for backward; what autograd is given in its place."""
+        if current_backward() != -1 or self._closed:
             return self._stay(tensor, "saved in backward")
         kind = type(tensor)
         if kind is not Tensor and kind is not nn.Parameter:
@@ -167,11 +164,10 @@ class OffloadEngine:
             reason = self._admission.reason_to_stay(tensor)
         except (NotImplementedError, RuntimeError):  # functional and other tensors without a storage
             reason = "layout"
+        if reason is None and (self._has_several_streams or current_stream(self.device.index) != self._stream):
+            self._find_several_streams()
+            reason = "several streams"
         return self._stay(tensor, reason) if reason is not None else self._pack_plain(tensor)
-
-    def keep(self, tensor: Tensor) -> Handle:
-        """Keep a tensor for backward, as if autograd had saved it here."""
-        return self.pack(tensor)
 
     def _pack_plain(self, tensor: Tensor) -> Moved:
         # Shares the version counter with the tensor, but not its memory.
@@ -179,32 +175,27 @@ class OffloadEngine:
         probe.data = self._blank
         storage = tensor.untyped_storage()
         start, end = extent(tensor)
+        outbound = self._outbound
         with self._lock:
             self._reap()
-            group = self._group or self._open_group()
-            reference = self._records.get(storage._cdata)
-            record = reference() if reference is not None else None
-            if record is None or record.is_dead or not record.serves(storage, probe, start, end):
+            group = outbound.group(self._stream)
+            record = outbound.find(storage)
+            if record is None or not record.serves(storage, probe, start, end):
                 record = Record(self, storage, probe, group)
-                self._records[storage._cdata] = weakref.ref(record)
-                self.resident_bytes += record.nbytes
-                self._pending_bytes += record.nbytes
-                group.add(record, is_new=True)
+                outbound.add(record, group)
             elif record.last_group is not group:
                 group.add(record, is_new=False)
             record.last_group = group
             record.include(start, end, tensor.nbytes)
             handle = Moved(tensor, probe, record, group)
-            if self._pending_bytes >= _PART_BYTES:
-                self._close_group()
-                self._announced = (group.key[0], group.layer == 0, None if self._timeline is None else self._mark())
+            outbound.cut(group)
         return handle
 
     def _pack_subclass(self, tensor: Tensor) -> Handle:
-        if not is_traceable_wrapper_subclass(tensor):  # also fake tensors of a compiler, which only looks
-            return self._stay(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "subclass")
         if isinstance(tensor, nn.Parameter):
             return self._stay(tensor, "parameter")
+        if not is_traceable_wrapper_subclass(tensor):  # also fake tensors of a compiler, which only looks
+            return self._stay(tensor, "subclass")
         names, context = tensor.__tensor_flatten__()
         kind, size, stride = type(tensor), tensor.size(), tensor.stride()
 
@@ -214,97 +205,18 @@ class OffloadEngine:
         return Flattened({name: self.pack(getattr(tensor, name)) for name in names}, rebuild)
 
     def _stay(self, tensor: Tensor, reason: str) -> Kept:
-        self.statistics.stayed[reason] += 1
+        self._ledger.stays(reason)
         return Kept(tensor, reason)
 
-    def _open_group(self) -> Group:
-        """The group that was announced; a layer that saves nothing, as without gradients, has none."""
-        name, starts_layer, mark = self._announced
-        self._announced = _NOWHERE
-        if self._run is None:
-            self._run = self._order.new_run()
-        group = self._group = self._run.open(name, starts_layer, torch.accelerator.current_stream(self.device))
-        self._pending_bytes = 0
-        if self._timeline is not None:
-            self._timeline.begins(group, mark or self._mark())
-        return group
-
-    def _mark(self) -> torch.Event:
-        return self._transfers.mark(torch.accelerator.current_stream(self.device))
-
-    def _close_group(self) -> None:
-        """Send a finished group on its way, and bound what is under way."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        self._largest = max(self._largest, group.nbytes)
-        reason = self._reason_to_stay(group)
-        if self._timeline is not None:
-            self._timeline.ends(group, movable=reason in (None, "not hidden"))
-        records = [record for record in group.records() if record.waits_for_copy]
-        if reason is None:
-            records = self._with_host_memory(records)
-        else:
-            self._note_stayed(records, reason)
-            records = []
-        if records:
-            flight = self._transfers.copy_out(records, group.stream)
-            self._flights.append(flight)
-            self.statistics.out_bytes += flight.copied
-            if self._timeline is not None:
-                self._timeline.flights.append(flight)
-        while self._flights and sum(flight.nbytes for flight in self._flights) > self.max_inflight_bytes:
-            self._retire(self._flights.popleft(), in_backward=False)
-
-    def _reason_to_stay(self, group: Group) -> str | None:
-        after = self._order.layers_after(group)
-        if after is not None and after < self.options.keep_last:
-            return "last"
-        if group.key in self.staying:
-            return "not hidden"
-        return None
-
-    def _with_host_memory(self, records: Sequence[Record]) -> list[Record]:
-        ready = []
-        for record in records:
-            if record.is_sparse:
-                self._note_stayed([record], "sparse view")
-                continue
-            before = self.host.allocations
-            record.region = self.host.take(record.end - record.start)
-            if self.host.allocations > before and self.steps >= _WARM_UP:
-                self.statistics.late_allocations += 1
-            if record.region is None:
-                self._note_stayed([record], "host budget")
-                self._say(
-                    f"Offload: the host memory for this process is used up ({self.host.locked_bytes / 2**30:.2f} GiB "
-                    "are locked), so the rest of the activations stays on the device. Raise `host_budget`, or "
-                    "recompute more layers."
-                )
-            else:
-                ready.append(record)
-        return ready
-
-    def _note_stayed(self, records: Sequence[Record], reason: str) -> None:
-        self.statistics.stayed[reason] += len(records)
-        self.statistics.stayed_bytes[reason] += sum(record.nbytes for record in records)
-        for record in records:
-            record.stays = True
-
-    @property
-    def max_inflight_bytes(self) -> int:
-        """Bytes that may be under way to the host."""
-        return 2 * self._largest if self._max_inflight is None else self._max_inflight
-
-    @property
-    def prefetch_bytes(self) -> int:
-        """Bytes that are brought back ahead of their use."""
-        return 2 * self._largest if self._prefetch is None else self._prefetch
-
-    def _retire(self, flight: Flight, in_backward: bool) -> None:
-        self._transfers.retire(flight)
-        self._note_waits(in_backward)
-        self.resident_bytes -= flight.nbytes
+    def _find_several_streams(self) -> None:
+        if not self._has_several_streams:
+            # Memory that another stream allocated might be used again there before a copy out of it has ended.
+            self._has_several_streams = True
+            torch.accelerator.synchronize(self.device)
+            self._say(
+                "Offload: the forward pass computes on several streams of the device. Their memory cannot be given up "
+                "early without making them wait for each other, so activations stay on the device from now on."
+            )
 
     # ---------------------------------------------------------------- backward
 
@@ -315,111 +227,47 @@ class OffloadEngine:
             self._reap()
             if handle.is_changed:
                 raise changed_in_place(handle.dtype, handle.size, handle.probe._version, handle.version)
-            task = _in_backward()
+            task = current_backward()
             if task != -1:
-                self._enter(handle.group, task)
+                if task not in self._inbound.tasks:
+                    self._backward_begins(task, handle.group)
+                self._inbound.enter(handle.group)
             if record.source is not None:
                 return restore(handle, record.source, 0)
             if record.loaded is None:
-                self._load([record], handle.group.stream)
-            assert record.load is not None
+                self._inbound.load([record], handle.group.stream)
+            self._inbound.await_load(record)
             assert record.loaded is not None
-            self._transfers.await_load(record.load)
-            self._note_waits(in_backward=True)
-            record.used = True
             return restore(handle, record.loaded.untyped_storage(), record.start)
 
-    def _enter(self, group: Group, task: int) -> None:
-        """Backward needs `group` now: bring it and what follows back, give the one before up."""
-        backward = self._backward
-        if task not in backward.tasks:
-            backward.tasks.add(task)
-            # Runs when this backward is over; never if it fails, and then the next step settles what is left.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
-            self._backward_begins(group)
-        if group is backward.group:
-            return
-        previous, backward.group = backward.group, group
-        if previous is not None:
-            # Under `retain_graph` they outlive their use; their bytes stay on the host.
-            self._give_up(record for record in previous.records() if record.used and record.first_group is previous)
-        if group not in backward.entered:
-            if backward.newest is not None:
-                self._order.learn_backward(backward.newest, group)
-            backward.newest = group
-            backward.entered.add(group)
-            if self._timeline is not None:
-                self._timeline.needs(group)
-        self._bring(group)
-
-    def _backward_begins(self, group: Group) -> None:
-        if self._run is not None:
-            self._order.learn_forward(self._run)
-            self.layers = max(self.layers, self._run.layers)
-            self._run = self._group = None  # what is saved after this belongs to another backward
-            self._announced = _NOWHERE
-            if self._timeline is not None:
-                self._timeline.turns(group)
-        statistics = self.statistics
-        statistics.resident_bytes = max(statistics.resident_bytes, self.resident_bytes)
-        statistics.host_bytes = max(statistics.host_bytes, self.host.booked_bytes)
-        statistics.locked_bytes = self.host.locked_bytes
-
-    def _bring(self, group: Group) -> None:
-        """Load what `group` needs, then what follows it as far as `prefetch_bytes` reach, at least one group."""
-        self._load([record for record in group.records() if record.is_away], group.stream)
-        ahead = 0
-        for following in self._order.following(group):
-            if following.stream != group.stream:  # its memory has to come from its own stream
-                continue
-            records = [record for record in following.records() if record.travels]
-            nbytes = sum(record.nbytes for record in records)
-            if ahead and ahead + nbytes > self.prefetch_bytes:
-                break
-            self._load([record for record in records if record.is_away], group.stream)
-            ahead += nbytes
-
-    def _load(self, records: Sequence[Record], stream: torch.Stream) -> None:
-        if not records:
-            return
-        load = self._transfers.copy_in(records, stream)
-        self._backward.loads.append((load, [weakref.ref(record) for record in records]))
-        self.statistics.in_bytes += load.copied
-        if self._timeline is not None:
-            self._timeline.loads.append(load)
-
-    def _give_up(self, records: Iterable[Record]) -> None:
-        for record in records:
-            if record.loaded is not None:
-                self._transfers.give_up(record)
-                record.used = False
+    def _backward_begins(self, task: int, group: Group) -> None:
+        self._inbound.tasks.add(task)
+        # Runs when this backward is over; never if it fails, and then the next step settles what is left.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
+        if self._outbound.run is not None:
+            self._outbound.turn()
+            if self._planner.timeline is not None:
+                self._planner.timeline.turns(group)
+        self._ledger.turn(self.host.booked_bytes, self.host.locked_bytes)
 
     def _backward_ends(self, task: int) -> None:
         with self._lock:
             self._reap()
-            backward = self._backward
-            backward.tasks.discard(task)
-            if backward.tasks:  # one inside another
-                return
-            if self._timeline is not None and backward.group is not None and not self._timeline.is_complete:
-                self._timeline.stops(backward.group)
-                self._room = room(self.device)
-            self._settle()
+            self._inbound.tasks.discard(task)
+            if not self._inbound.tasks:  # else it was one inside another
+                self._planner.ends(self._inbound.group, self.device)
+                self._settle()
 
     def _settle(self) -> None:
-        """Nothing stays under way, and nothing that a graph may still need is lost."""
-        while self._flights:
-            self._retire(self._flights.popleft(), in_backward=True)
-        for _, references in self._backward.loads:
-            self._give_up(record for record in (reference() for reference in references) if record is not None)
-        self._backward = _Backward()
+        self._outbound.settle()
+        self._inbound.settle()
 
-    # ---------------------------------------------------------------- lifetimes
+    # ---------------------------------------------------------------- the end of things
 
     def bury(self, record: Record) -> None:
         """A record has died: what it held is given back at the next opportunity."""
         self._dead.append(record)
-        if self._lock.acquire(blocking=False):  # else whoever holds it, perhaps this thread, does it
+        if self._lock.acquire(blocking=False):  # else whoever holds it, perhaps this thread, does it later
             try:
                 self._reap()
             finally:
@@ -430,77 +278,20 @@ class OffloadEngine:
             return
         while self._dead:
             record = self._dead.popleft()
-            reference = self._records.get(record.identity)
-            if reference is not None and reference() is record:
-                del self._records[record.identity]
-            if record.load is not None:
-                self._transfers.give_up(record)
-            if record.region is not None:
-                self.host.give_back(record.region)
-                record.region = None
-            elif record.source is not None:
-                self.resident_bytes -= record.nbytes
-            record.source = None
-        if _in_backward() == -1:  # a graph was dropped: nothing will come for what is under way
-            for flight in [flight for flight in self._flights if not flight.is_needed()]:
-                self._flights.remove(flight)
-                self._retire(flight, in_backward=False)
-
-    # ---------------------------------------------------------------- measuring and planning
-
-    def _note_waits(self, in_backward: bool) -> None:
-        """Note for how long the device waited for copies just now."""
-        waits = self._transfers.waits
-        if waits:
-            statistics = self.statistics
-            (statistics.backward_waits if in_backward else statistics.forward_waits).extend(waits)
-            if self._timeline is not None and not self._timeline.is_complete:
-                for pair in waits:
-                    self._timeline.waited(pair)
-            waits.clear()
+            self._inbound.give_back(record)
+            self._outbound.give_back(record)
+        if current_backward() == -1:  # a graph was dropped: no backward will come by
+            self._outbound.settle_abandoned()
 
     def step_done(self) -> None:
         """An optimizer step is over, so all memory of a step has been taken once."""
-        self.steps += 1
+        self._ledger.steps += 1
 
     def take_statistics(self) -> StepStatistics:
         """What offload did since this was called last."""
         with self._lock:
             self._reap()
-            taken, self.statistics = self.statistics, StepStatistics()
-            return taken
-
-    def _plan(self) -> None:
-        """Measure a step once in a while, and choose from it which layers the link can hide."""
-        timeline = self._timeline
-        if timeline is not None:
-            if not timeline.is_complete:
-                self._timeline = None  # its backward never came
-            elif timeline.has_passed:
-                self._timeline = None
-                self._choose(timeline)
-        elif self.options.move == "hidden" and self.steps and self._is_plan_due():
-            self._timeline = Timeline(self._transfers)
-
-    def _is_plan_due(self) -> bool:
-        return self._planned_at is None or self.steps - self._planned_at >= _PLAN_STEPS
-
-    def _choose(self, timeline: Timeline) -> None:
-        self._planned_at = self.steps
-        out, into = timeline.bytes_per_s(timeline.flights), timeline.bytes_per_s(timeline.loads)
-        if out is None or into is None:
-            return
-        costs = [cost for cost in timeline.costs() if cost.nbytes]
-        free = self._room + sum(cost.nbytes for cost in costs if cost.key in self.staying)
-        moved = choose_layers(costs, Link(out, into, self.max_inflight_bytes, self.prefetch_bytes), free)
-        self.staying = {cost.key for cost in costs if cost.movable and cost.layer not in moved}
-        staying = {cost.layer for cost in costs if cost.key in self.staying}
-        if staying:
-            self._say(
-                f"Offload: {len(staying)} of {self.layers} layers stay on the device, which has room for them: the "
-                f"link ({out / 1e9:.1f} GB/s out, {into / 1e9:.1f} GB/s in) cannot hide more behind compute. "
-                "`move='all'` moves every layer."
-            )
+            return self._ledger.take()
 
     def learn(self, model: nn.Module | None) -> None:
         """Note what `model` keeps in memory anyway: its parameters and buffers never travel."""
@@ -511,25 +302,12 @@ class OffloadEngine:
 
         Graphs that still wait for their backward keep what they need.
         """
+        if self._closed:
+            return
+        self.begin()
         with self._lock:
-            self._reap()
-            if self._closed:
-                return
-            self._settle()
-            self._run = self._group = self._timeline = None
             self._closed = True
             self.host.close()
-
-
-class _Backward:
-    """What is known while a backward runs."""
-
-    def __init__(self) -> None:
-        self.tasks: set[int] = set()
-        self.group: Group | None = None
-        self.newest: Group | None = None
-        self.entered: weakref.WeakSet[Group] = weakref.WeakSet()
-        self.loads: list[tuple[Load, list[weakref.ref[Record]]]] = []
 
 
 def _unpack(handle: Handle) -> Tensor:
@@ -542,8 +320,18 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _as_bytes(value: int | str | None) -> int | None:
-    return value if value is None else int(value)  # options hold integers once they are checked
+def _max_inflight(options: OffloadOptions) -> int | None:
+    given = options.max_inflight_bytes
+    return given if given is None else int(given)
+
+
+def _host_memory(options: OffloadOptions, local_ranks: int, say: Callable[[str], None]) -> HostMemory:
+    given = options.host_budget
+    budget = default_host_budget(local_ranks) if given is None else int(given) // local_ranks
+    slab = _SLAB_BYTES
+    while slab > budget and slab > 4096:  # a small budget is used in small slabs
+        slab //= 2
+    return HostMemory(budget, slab, on_pageable=say)
 
 
 def _once(say: Callable[[str], None]) -> Callable[[str], None]:

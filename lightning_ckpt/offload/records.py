@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ckpt.offload.host_memory import Region
@@ -39,7 +39,6 @@ class Record:
         end: the byte after the last one.
         viewed: bytes of the saved tensors, each view counted.
         region: host memory for the bytes from `start` to `end`, once their copy is under way.
-        on_host: recorded behind that copy.
         loaded: the bytes back on the device.
         load: the copy that brings them.
         used: whether it was unpacked since it was brought back.
@@ -63,7 +62,6 @@ class Record:
         "load",
         "loaded",
         "nbytes",
-        "on_host",
         "region",
         "source",
         "start",
@@ -84,7 +82,6 @@ class Record:
         self.end = 0
         self.viewed = 0
         self.region: Region | None = None
-        self.on_host: torch.Event | None = None
         self.loaded: Tensor | None = None
         self.load: Load | None = None
         self.used = False
@@ -117,11 +114,6 @@ class Record:
     def is_sparse(self) -> bool:
         """Whether the storage is far larger than what was saved of it: it belongs to somebody who keeps it anyway."""
         return self.end - self.start > _SPARSE * self.viewed
-
-    @property
-    def travels(self) -> bool:
-        """Whether it has been sent to the host."""
-        return self.region is not None
 
     @property
     def is_away(self) -> bool:
@@ -176,8 +168,9 @@ class Kept:
     __slots__ = ("reason", "value", "version")
 
     def __init__(self, tensor: Tensor, reason: str) -> None:
-        # Detached: a graph that holds its own output through a hook is a cycle that is never collected.
-        self.value = tensor.detach()
+        # Detached: a graph that holds its own output through a hook is a cycle that is never collected. A parameter
+        # hangs on no graph, and strategies that take its memory away before backward give it back to the parameter.
+        self.value = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = -1 if self.value.is_inference() else self.value._version
         self.reason = reason
 

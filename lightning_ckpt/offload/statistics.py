@@ -1,9 +1,9 @@
-"""What offload did in one optimizer step."""
+"""What offload does: sums that go on, and those of one optimizer step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
+from lightning_ckpt.offload.timeline import Pair, Timeline
 
 _MIB = 2**20
 
@@ -34,8 +34,8 @@ class StepStatistics:
     late_allocations: int = 0
     stayed: Counter[str] = field(default_factory=Counter)
     stayed_bytes: Counter[str] = field(default_factory=Counter)
-    forward_waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
-    backward_waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+    forward_waits: list[Pair] = field(default_factory=list)
+    backward_waits: list[Pair] = field(default_factory=list)
 
     @property
     def has_passed(self) -> bool:
@@ -55,3 +55,44 @@ class StepStatistics:
             "offload/forward_wait_ms": sum(start.elapsed_time(end) for start, end in self.forward_waits),
             "offload/backward_wait_ms": sum(start.elapsed_time(end) for start, end in self.backward_waits),
         }
+
+
+class Ledger:
+    """Where the engine writes down what it does.
+
+    Attributes:
+        steps: optimizer steps so far.
+        resident_bytes: storages on the device now that are large enough to travel.
+        step: the statistics of the current optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.resident_bytes = 0
+        self.step = StepStatistics()
+
+    def stays(self, reason: str, nbytes: int = 0) -> None:
+        """A tensor stays on the device, with a storage of `nbytes` if that would be large enough to travel."""
+        self.step.stayed[reason] += 1
+        if nbytes:
+            self.step.stayed_bytes[reason] += nbytes
+
+    def turn(self, host_bytes: int, locked_bytes: int) -> None:
+        """Backward begins."""
+        self.step.resident_bytes = max(self.step.resident_bytes, self.resident_bytes)
+        self.step.host_bytes = max(self.step.host_bytes, host_bytes)
+        self.step.locked_bytes = locked_bytes
+
+    def note_waits(self, waits: list[Pair], timeline: Timeline | None, in_backward: bool) -> None:
+        """Take over the waits of the device for copies."""
+        if waits:
+            (self.step.backward_waits if in_backward else self.step.forward_waits).extend(waits)
+            if timeline is not None and not timeline.is_complete:
+                for pair in waits:
+                    timeline.waited(pair)
+            waits.clear()
+
+    def take(self) -> StepStatistics:
+        """The statistics of the step, which is over."""
+        taken, self.step = self.step, StepStatistics()
+        return taken

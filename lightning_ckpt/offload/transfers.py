@@ -1,8 +1,12 @@
 """Copies between device and host on two streams of their own, and everything that has to wait for something else.
 
 The host never waits, and no memory is handed from one stream to another: what the device's allocator gives out belongs
-to the stream that computes, which waits for a copy before memory under that copy is given up. All waits go through
-`Transfers.wait`, so that a test can leave one out.
+to the stream that computes, which waits for a copy before memory under that copy is given up. Four waits order
+everything. A copy out waits until its bytes are computed; device memory is given up once they have left; a copy back
+waits until its target may be written; and compute waits until it has arrived. What else has to be in order follows:
+host memory is used again only after compute has waited for the copy that read it, and the next copy out waits for
+compute.
+All waits go through `Transfers.wait`, so that a test can leave one out.
 """
 
 import weakref
@@ -82,7 +86,6 @@ class Transfers:
         self.waits: list[tuple[torch.Event, torch.Event]] = []
         self._out = torch.Stream(device=device)
         self._into = torch.Stream(device=device)
-        self._last_load: Load | None = None
 
     def wait(self, stream: torch.Stream, event: torch.Event, reason: str) -> None:
         """Hold `stream`, on the device, until `event` has passed.
@@ -90,9 +93,8 @@ class Transfers:
         Args:
             stream: the one that waits.
             event: what it waits for.
-            reason: what has to be true first: `computed` (before a copy out), `read` (before host memory is used
-                again), `left` (before device memory is given up), `allocated` and `on host` (before a copy back),
-                `arrived` (before it is computed with).
+            reason: what has to be true first: `computed` (before a copy out), `left` (before device memory is given
+                up), `allocated` (before a copy back) or `arrived` (before it is computed with).
         """
         stream.wait_event(event)
 
@@ -100,9 +102,6 @@ class Transfers:
         """Copy the bytes of `records`, which `stream` computes, into their regions."""
         flight = Flight(records, stream)
         self.wait(self._out, stream.record_event(), "computed")
-        if self._last_load is not None:  # copies back run in order: with the last one, all have been read
-            self.wait(self._out, self._last_load.arrived, "read")
-            self._last_load = None
         flight.started = self.mark(self._out)
         with self._out:
             for record in records:
@@ -111,8 +110,6 @@ class Transfers:
                 for piece, part in _pieces(record.region, _bytes(record.source, record.start, record.end)):
                     piece.copy_(part, non_blocking=True)
         flight.left = self.mark(self._out)
-        for record in records:
-            record.on_host = flight.left
         return flight
 
     def retire(self, flight: Flight) -> None:
@@ -122,12 +119,9 @@ class Transfers:
 
     def copy_in(self, records: Sequence[Record], stream: torch.Stream) -> Load:
         """Bring the bytes of `records` back, into memory of `stream`."""
-        load = self._last_load = Load(stream)
+        load = Load(stream)
         targets = [torch.empty(record.end - record.start, dtype=torch.uint8, device=self.device) for record in records]
         self.wait(self._into, stream.record_event(), "allocated")
-        for event in {id(record.on_host): record.on_host for record in records}.values():
-            assert event is not None
-            self.wait(self._into, event, "on host")
         load.started = self.mark(self._into)
         with self._into:
             for record, target in zip(records, targets, strict=True):

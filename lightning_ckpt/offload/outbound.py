@@ -1,0 +1,193 @@
+"""The way to the host: groups of saved tensors are closed, sent, and given up on the device."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_ckpt.offload.groups import Group, Order, Run
+from lightning_ckpt.offload.host_memory import HostMemory
+from lightning_ckpt.offload.planner import Planner
+from lightning_ckpt.offload.records import Record
+from lightning_ckpt.offload.statistics import Ledger
+from lightning_ckpt.offload.transfers import Flight, Transfers
+
+_PART_BYTES = 64 * 2**20  # a group is cut here, so that long layers, and models without any, travel in parts
+_WARM_UP = 3  # optimizer steps in which host memory may still grow
+_NOWHERE = ("", False, None)  # what runs outside of layers, such as an embedding
+
+
+class Outbound:
+    """Gathers what is saved in groups, and starts their copies where they end.
+
+    Args:
+        transfers: the copy streams.
+        host: where the bytes go.
+        order: what is known of earlier steps.
+        planner: knows what stays.
+        ledger: where it is written down.
+        keep_last: layers at the end that stay.
+        max_inflight_bytes: see `OffloadOptions`; None means twice the largest group.
+        say: called with what a user should know.
+
+    Attributes:
+        run: the forward work since the last backward, None if there is none.
+        largest: bytes of the largest group so far.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        host: HostMemory,
+        order: Order,
+        planner: Planner,
+        ledger: Ledger,
+        keep_last: int,
+        max_inflight_bytes: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.run: Run | None = None
+        self.largest = 0
+        self._transfers = transfers
+        self._host = host
+        self._order = order
+        self._planner = planner
+        self._ledger = ledger
+        self._keep_last = keep_last
+        self._max_inflight_bytes = max_inflight_bytes
+        self._say = say
+        self._records: dict[int, weakref.ref[Record]] = {}
+        self._flights: deque[Flight] = deque()
+        self._group: Group | None = None
+        self._announced: tuple[str, bool, torch.Event | None] = _NOWHERE
+        self._gathered = 0
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """Bytes that may be under way to the host."""
+        return 2 * self.largest if self._max_inflight_bytes is None else self._max_inflight_bytes
+
+    def boundary(self, name: str, starts_layer: bool, stream: torch.Stream) -> None:
+        """What is saved from now on belongs to another group."""
+        self._close_group()
+        mark = None if self._planner.timeline is None else self._transfers.mark(stream)
+        self._announced = (name, starts_layer, mark)
+
+    def group(self, stream: torch.Stream) -> Group:
+        """The group that is open. It opens with the first tensor: a layer that saves nothing has none."""
+        if self._group is None:
+            name, starts_layer, mark = self._announced
+            self._announced = _NOWHERE
+            if self.run is None:
+                self.run = self._order.new_run()
+            self._group = self.run.open(name, starts_layer, stream)
+            self._gathered = 0
+            if self._planner.timeline is not None:
+                self._planner.timeline.begins(self._group, mark or self._transfers.mark(stream))
+        return self._group
+
+    def find(self, storage: torch.UntypedStorage) -> Record | None:
+        """The record of a storage, if it has been saved before."""
+        reference = self._records.get(storage._cdata)
+        record = reference() if reference is not None else None
+        return None if record is None or record.is_dead else record
+
+    def add(self, record: Record, group: Group) -> None:
+        """A storage is saved for the first time."""
+        self._records[record.identity] = weakref.ref(record)
+        self._ledger.resident_bytes += record.nbytes
+        self._gathered += record.nbytes
+        group.add(record, is_new=True)
+
+    def cut(self, group: Group) -> None:
+        """Close the group if it has become large."""
+        if self._gathered >= _PART_BYTES:
+            self.boundary(group.key[0], group.layer == 0, group.stream)
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self.largest = max(self.largest, group.nbytes)
+        timeline = self._planner.timeline
+        reason = self._reason_to_stay(group)
+        if timeline is not None:
+            timeline.ends(group, movable=reason in (None, "not hidden"))
+        records = [record for record in group.records() if record.waits_for_copy]
+        if reason is not None:
+            self._leave(records, reason)
+        elif records := self._with_host_memory(records):
+            flight = self._transfers.copy_out(records, group.stream)
+            self._flights.append(flight)
+            self._ledger.step.out_bytes += flight.copied
+            if timeline is not None:
+                timeline.flights.append(flight)
+        while sum(flight.nbytes for flight in self._flights) > self.max_inflight_bytes:
+            self._retire(self._flights.popleft())
+
+    def _reason_to_stay(self, group: Group) -> str | None:
+        layers_after = self._order.layers_after(group)
+        if layers_after is not None and layers_after < self._keep_last:
+            return "last"
+        return "not hidden" if group.key in self._planner.staying else None
+
+    def _with_host_memory(self, records: Sequence[Record]) -> list[Record]:
+        ready = []
+        for record in records:
+            if record.is_sparse:
+                self._leave([record], "sparse view")
+                continue
+            allocations = self._host.allocations
+            record.region = self._host.take(record.end - record.start)
+            if self._host.allocations > allocations and self._ledger.steps >= _WARM_UP:
+                self._ledger.step.late_allocations += 1
+            if record.region is None:
+                self._leave([record], "host budget")
+                self._say(
+                    f"Offload: the host memory for this process is used up ({self._host.locked_bytes / 2**30:.2f} GiB "
+                    "are locked), so the rest of the activations stays on the device. Raise `host_budget`, or "
+                    "recompute more layers."
+                )
+            else:
+                ready.append(record)
+        return ready
+
+    def _leave(self, records: Sequence[Record], reason: str) -> None:
+        for record in records:
+            record.stays = True
+            self._ledger.stays(reason, record.nbytes)
+
+    def _retire(self, flight: Flight) -> None:
+        self._transfers.retire(flight)
+        self._ledger.resident_bytes -= flight.nbytes
+        self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward=False)
+
+    def turn(self) -> None:
+        """The forward work is over: a backward begins, or another forward pass."""
+        if self.run is not None:
+            self._order.learn_forward(self.run)
+        self.run = self._group = None
+        self._announced = _NOWHERE
+
+    def settle(self) -> None:
+        """Nothing stays under way."""
+        while self._flights:
+            self._retire(self._flights.popleft())
+
+    def give_back(self, record: Record) -> None:
+        """Nothing needs `record` any more."""
+        reference = self._records.get(record.identity)
+        if reference is not None and reference() is record:
+            del self._records[record.identity]
+        if record.region is not None:  # if it is still under way, its flight holds the device memory
+            self._host.give_back(record.region)
+        else:
+            self._ledger.resident_bytes -= record.nbytes
+        record.region = record.source = None
+
+    def settle_abandoned(self) -> None:
+        """Nothing stays under way that nobody needs."""
+        for flight in [flight for flight in self._flights if not flight.is_needed()]:
+            self._flights.remove(flight)
+            self._retire(flight)
