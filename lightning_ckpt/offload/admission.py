@@ -29,6 +29,7 @@ _FORMS = {
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
+_AUTOCAST_TYPES = (torch.bfloat16, torch.float16)
 _DEPTH = 8  # forms on top of each other
 
 
@@ -50,7 +51,13 @@ class Admission:
         """Note what `model` keeps in memory anyway."""
         tensors = [] if model is None else [*model.parameters(), *model.buffers()]
         self._present = {identity for tensor in tensors for identity in _identities(tensor)}
-        self._frozen_shapes = {tensor.shape for tensor in tensors if tensor.dim() > 1 and not tensor.requires_grad}
+        frozen = [tensor for tensor in tensors if tensor.dim() > 1 and not tensor.requires_grad]
+        self._frozen_shapes = {
+            shape
+            for tensor in frozen
+            if tensor.dtype not in _AUTOCAST_TYPES
+            for shape in (tensor.shape, torch.Size(reversed(tensor.shape)))
+        }
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         """Why a plain tensor stays on the device, None if it may leave."""
@@ -86,9 +93,9 @@ class Admission:
         # What autocast makes of a frozen weight leaves no trace but its shape.
         return (
             base is not None
+            and base.dtype in _AUTOCAST_TYPES
             and not base.requires_grad
             and base.shape in self._frozen_shapes
-            and torch.is_autocast_enabled(self._device.type)
         )
 
 

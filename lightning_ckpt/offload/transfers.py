@@ -98,6 +98,10 @@ class Transfers:
         """
         stream.wait_event(event)
 
+    def has_passed(self, event: torch.Event) -> bool:
+        """Whether the host can see that `event` has passed: whatever it queues from now on comes after it."""
+        return event.query()
+
     def copy_out(self, records: Sequence[Record], stream: torch.Stream) -> Flight:
         """Copy the bytes of `records`, which `stream` computes, into their regions."""
         flight = Flight(records, stream)
@@ -153,8 +157,7 @@ class Transfers:
         return event
 
     def _hold(self, stream: torch.Stream, event: torch.Event, reason: str) -> None:
-        if event.query():
-            self.wait(stream, event, reason)
+        if self.has_passed(event):
             return
         before = self.mark(stream)
         self.wait(stream, event, reason)
