@@ -16,6 +16,7 @@ from lightning_ckpt.recompute.arguments import Arguments
 from lightning_ckpt.recompute.fingerprint import Fingerprint, fingerprint, is_verified
 from lightning_ckpt.recompute.host_random import HostStreams, Window
 from lightning_ckpt.recompute.observers import Muted, hook_tables, spied_on, without
+from lightning_ckpt.recompute.private import get_running, set_running
 from lightning_ckpt.recompute.state import State, UnexpectedError
 from lightning_ckpt.recompute.watch import announced_replay, watched
 
@@ -92,7 +93,6 @@ class Frame:
         self._slots: list[weakref.ref[Slot]] = []
         self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
         self._filled = 0
-        self._running = False
         self._written = False
         # Storages that autograd would have kept; noted only while somebody watches.
         self.unsaved = StorageSizes() if watched() else None
@@ -110,12 +110,13 @@ class Frame:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the layer while everything autograd saves is replaced by empty slots."""
         tables = hook_tables(self._owner.inventory.inner_modules)
-        self._running = True
+        outer = get_running()
+        set_running(outer | {id(self._owner)})
         try:
             with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
                 return self._owner.run(*args, **kwargs)
         finally:
-            self._running = False
+            set_running(outer)
 
     def learn(self) -> None:
         """Right after forward: see what the layer changed, and drop copies that are not needed."""
@@ -144,7 +145,7 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.value is None:
             # A layer that takes gradients in its forward waits for this thread: it must not wait for the layer.
-            with contextlib.nullcontext() if self._running else self._owner.lock:
+            with contextlib.nullcontext() if id(self._owner) in get_running() else self._owner.lock:
                 if slot.value is None:
                     self._replay()
         if slot.value is None:

@@ -42,6 +42,23 @@ def set_autocast_nesting(depth: int) -> None:
         torch.autocast_decrement_nesting()
 
 
+_RUNNING = "lightning_ckpt.running"
+
+
+def get_running() -> frozenset[int]:
+    """The layers whose forward runs in this thread, or in the one that waits for this thread's backward."""
+    # Unlike context variables, this is handed on to the threads that autograd uses for devices.
+    return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else frozenset()
+
+
+def set_running(layers: frozenset[int]) -> None:
+    """Note which layers' forward runs in this thread."""
+    if layers:
+        torch._C._stash_obj_in_tls(_RUNNING, layers)
+    else:
+        torch._C._remove_obj_from_tls(_RUNNING)
+
+
 def get_sdp_priority() -> Any:
     """The order in which kernels of scaled dot product attention are tried."""
     return torch._C._get_sdp_priority_order()
