@@ -8,14 +8,15 @@ import torch
 
 from lightning_ckpt.offload.records import Record
 
-Key = tuple[str, int]
+LayerKey = tuple[str, int]
+Key = tuple[str, int, int]
 
 
 class Group:
     """What was saved between two boundaries of the forward pass.
 
     Attributes:
-        key: the same in every step: the name of what runs, and how many groups of that name came before.
+        key: the same in every step: the name of what runs, how often it has run before, and which part of it this is.
         index: its place in the run.
         layer: how many layers had begun when it was opened.
         run: the forward work that it is part of.
@@ -33,6 +34,11 @@ class Group:
         self.stream = stream
         self.nbytes = 0
         self._records: list[weakref.ref[Record]] = []
+
+    @property
+    def layer_key(self) -> LayerKey:
+        """The key without the part."""
+        return self.key[:2]
 
     def add(self, record: Record, is_new: bool) -> None:
         """One more storage that its backward needs."""
@@ -60,8 +66,16 @@ class Run:
     def open(self, name: str, starts_layer: bool, stream: torch.Stream) -> Group:
         """A new group, after all others."""
         self.layers += starts_layer
-        key = (name, self._names[name])
+        key = (name, self._names[name], 0)
         self._names[name] += 1
+        return self._append(key, stream)
+
+    def open_part(self, group: Group) -> Group:
+        """Another part of what `group` is a part of."""
+        name, count, part = group.key
+        return self._append((name, count, part + 1), group.stream)
+
+    def _append(self, key: Key, stream: torch.Stream) -> Group:
         group = Group(key, len(self._groups), self.layers, self, stream)
         self._index[key] = group.index
         self._keys.append(key)
@@ -90,7 +104,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._layers_after: dict[Key, int] = {}
+        self._layers_after: dict[LayerKey, int] = {}
         self._next: dict[Key, tuple[Key, int]] = {}
         self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
         self._count = 0
@@ -104,11 +118,11 @@ class Order:
     def learn_forward(self, run: Run) -> None:
         """A backward begins, so all layers of the run are known now."""
         for group in run.groups():
-            self._layers_after[group.key] = run.layers - group.layer
+            self._layers_after[group.layer_key] = run.layers - group.layer
 
     def layers_after(self, group: Group) -> int | None:
         """How many layers followed it the last time, None where that is not known."""
-        return self._layers_after.get(group.key)
+        return self._layers_after.get(group.layer_key)
 
     def learn_backward(self, before: Group, after: Group) -> None:
         """Backward came to `after` when it was through with `before`."""

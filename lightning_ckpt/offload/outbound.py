@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,22 @@ from lightning_ckpt.offload.records import Record
 from lightning_ckpt.offload.statistics import Ledger
 from lightning_ckpt.offload.transfers import Flight, Transfers
 
-_PART_BYTES = 64 * 2**20  # a group is cut here, so that long layers, and models without any, travel in parts
+# A group is cut where it becomes large, so that long layers, and models without any, travel in parts: at this share of
+# what a forward pass saves, within limits that keep the cost of a part in proportion.
+_SHARE = 64
+_PART_BYTES = (2**20, 64 * 2**20)
 _WARM_UP = 3  # optimizer steps in which host memory may still grow
-_NOWHERE = ("", False, None)  # what runs outside of layers, such as an embedding
+
+
+class _Announced(NamedTuple):
+    """What the next tensor that is saved belongs to."""
+
+    name: str
+    starts_layer: bool
+    mark: torch.Event | None
+
+
+_NOWHERE = _Announced("", False, None)  # what runs outside of layers, such as an embedding
 
 
 class Outbound:
@@ -33,7 +47,6 @@ class Outbound:
 
     Attributes:
         run: the forward work since the last backward, None if there is none.
-        largest: bytes of the largest group so far.
     """
 
     def __init__(
@@ -48,7 +61,6 @@ class Outbound:
         say: Callable[[str], None],
     ) -> None:
         self.run: Run | None = None
-        self.largest = 0
         self._transfers = transfers
         self._host = host
         self._order = order
@@ -60,31 +72,45 @@ class Outbound:
         self._records: dict[int, weakref.ref[Record]] = {}
         self._flights: deque[Flight] = deque()
         self._group: Group | None = None
-        self._announced: tuple[str, bool, torch.Event | None] = _NOWHERE
+        self._announced = _NOWHERE
+        self._part_of: Group | None = None
         self._gathered = 0
+        self._saved = 0
+        self._part_bytes = _PART_BYTES[1]
+        self._largest = [0, 0]  # of the run before, and of this one
 
     @property
     def max_inflight_bytes(self) -> int:
         """Bytes that may be under way to the host."""
         return 2 * self.largest if self._max_inflight_bytes is None else self._max_inflight_bytes
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest group."""
+        return max(self._largest)
+
     def boundary(self, name: str, starts_layer: bool, stream: torch.Stream) -> None:
         """What is saved from now on belongs to another group."""
         self._close_group()
-        mark = None if self._planner.timeline is None else self._transfers.mark(stream)
-        self._announced = (name, starts_layer, mark)
+        self._part_of = None
+        self._announced = _Announced(name, starts_layer, self._mark(stream))
+
+    def _mark(self, stream: torch.Stream) -> torch.Event | None:
+        return None if self._planner.timeline is None else self._transfers.mark(stream)
 
     def group(self, stream: torch.Stream) -> Group:
         """The group that is open. It opens with the first tensor: a layer that saves nothing has none."""
         if self._group is None:
-            name, starts_layer, mark = self._announced
-            self._announced = _NOWHERE
+            announced, self._announced = self._announced, _NOWHERE
             if self.run is None:
                 self.run = self._order.new_run()
-            self._group = self.run.open(name, starts_layer, stream)
+            if self._part_of is not None:
+                self._group = self.run.open_part(self._part_of)
+            else:
+                self._group = self.run.open(announced.name, announced.starts_layer, stream)
             self._gathered = 0
             if self._planner.timeline is not None:
-                self._planner.timeline.begins(self._group, mark or self._transfers.mark(stream))
+                self._planner.timeline.begins(self._group, announced.mark or self._transfers.mark(stream))
         return self._group
 
     def find(self, storage: torch.UntypedStorage) -> Record | None:
@@ -102,14 +128,17 @@ class Outbound:
 
     def cut(self, group: Group) -> None:
         """Close the group if it has become large."""
-        if self._gathered >= _PART_BYTES:
-            self.boundary(group.key[0], group.layer == 0, group.stream)
+        if self._gathered >= self._part_bytes:
+            self.boundary(group.key[0], starts_layer=True, stream=group.stream)
+            if group.layer:  # else nobody has said where layers begin, and parts have to do
+                self._part_of = group
 
     def _close_group(self) -> None:
         group, self._group = self._group, None
         if group is None:
             return
-        self.largest = max(self.largest, group.nbytes)
+        self._largest[1] = max(self._largest[1], group.nbytes)
+        self._saved += group.nbytes
         timeline = self._planner.timeline
         reason = self._reason_to_stay(group)
         if timeline is not None:
@@ -130,7 +159,7 @@ class Outbound:
         layers_after = self._order.layers_after(group)
         if layers_after is not None and layers_after < self._keep_last:
             return "last"
-        return "not hidden" if group.key in self._planner.staying else None
+        return "not hidden" if group.layer_key in self._planner.staying else None
 
     def _with_host_memory(self, records: Sequence[Record]) -> list[Record]:
         ready = []
@@ -167,7 +196,11 @@ class Outbound:
         """The forward work is over: a backward begins, or another forward pass."""
         if self.run is not None:
             self._order.learn_forward(self.run)
-        self.run = self._group = None
+            least, most = _PART_BYTES
+            self._part_bytes = min(max(self._saved // _SHARE, least), most)
+            self._largest = [self._largest[1], 0]
+            self._saved = 0
+        self.run = self._group = self._part_of = None
         self._announced = _NOWHERE
 
     def settle(self) -> None:

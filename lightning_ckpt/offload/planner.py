@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from lightning_ckpt.offload.device import room
-from lightning_ckpt.offload.groups import Group, Key
+from lightning_ckpt.offload.groups import Group, LayerKey
 from lightning_ckpt.offload.schedule import Link, choose_layers
 from lightning_ckpt.offload.timeline import Timeline
 from lightning_ckpt.offload.transfers import Transfers
@@ -25,12 +25,12 @@ class Planner:
         say: called with what a user should know.
 
     Attributes:
-        staying: groups that stay on the device. Empty until a step has been measured.
+        staying: layers that stay on the device, and what is saved after them. Empty until a step has been measured.
         timeline: the measurement in progress, None between measurements.
     """
 
     def __init__(self, transfers: Transfers, move: Literal["hidden", "all"], say: Callable[[str], None]) -> None:
-        self.staying: set[Key] = set()
+        self.staying: set[LayerKey] = set()
         self.timeline: Timeline | None = None
         self._transfers = transfers
         self._measures = move == "hidden"
@@ -62,10 +62,10 @@ class Planner:
         if out is None or into is None:
             return
         costs = [cost for cost in timeline.costs() if cost.nbytes]
-        free = self._room + sum(cost.nbytes for cost in costs if cost.key in self.staying)
+        free = self._room + sum(cost.nbytes for cost in costs if cost.key[:2] in self.staying)
         moved = choose_layers(costs, Link(out, into, max_inflight_bytes, prefetch_bytes), free)
-        self.staying = {cost.key for cost in costs if cost.movable and cost.layer not in moved}
-        staying = {cost.layer for cost in costs if cost.key in self.staying}
+        self.staying = {cost.key[:2] for cost in costs if cost.movable and cost.layer not in moved}
+        staying = {cost.layer for cost in costs if cost.key[:2] in self.staying}
         if staying:
             self._say(
                 f"Offload: {len(staying)} of {max(cost.layer for cost in costs)} layers stay on the device, which has "
