@@ -89,7 +89,14 @@ class OffloadEngine:
         self._outbound = Outbound(
             transfers, self.host, order, self._planner, self._ledger, options.keep_last, _max_inflight(options), say
         )
-        self._inbound = Inbound(transfers, order, self._planner, self._ledger, lambda: self.prefetch_bytes)
+        self._inbound = Inbound(
+            transfers,
+            order,
+            self._planner,
+            self._ledger,
+            lambda: self.prefetch_bytes,
+            self._outbound.follow_backward,
+        )
         self._stream = current_stream(self.device.index)
         self._has_several_streams = False
         self._blank = torch.empty(0, device=self.device)

@@ -21,6 +21,7 @@ class Inbound:
         planner: is told of groups that begin, while it measures.
         ledger: where it is written down.
         prefetch_bytes: gives the bytes that are brought back ahead.
+        follow: is told of every group that backward comes to.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class Inbound:
         planner: Planner,
         ledger: Ledger,
         prefetch_bytes: Callable[[], int],
+        follow: Callable[[Group], None],
     ) -> None:
         self._transfers = transfers
         self._order = order
         self._planner = planner
         self._ledger = ledger
         self._prefetch_bytes = prefetch_bytes
+        self._follow = follow
         self._forget()
 
     def _forget(self) -> None:
@@ -50,6 +53,7 @@ class Inbound:
         if group is self.group:
             return
         previous, self.group = self.group, group
+        self._follow(group)
         if previous is not None:
             # Under `retain_graph` they outlive their use; their bytes stay on the host.
             self._give_up(record for record in previous.records() if record.used and record.first_group is previous)

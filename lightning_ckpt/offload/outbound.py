@@ -187,10 +187,22 @@ class Outbound:
             record.stays = True
             self._ledger.stays(reason, record.nbytes)
 
-    def _retire(self, flight: Flight) -> None:
+    def _retire(self, flight: Flight, in_backward: bool = False) -> None:
         self._transfers.retire(flight)
         self._ledger.resident_bytes -= flight.nbytes
-        self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward=False)
+        self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward)
+
+    def follow_backward(self, group: Group) -> None:
+        """Backward of `group` begins: give up what was still under way when its own backward used it.
+
+        Its copy is waited for only when backward has gone on for as many bytes as may be under way, so that the link
+        has had the time.
+        """
+        for flight in [flight for flight in self._flights if not flight.is_needed()]:
+            flight.overtaken += group.nbytes
+            if self._transfers.has_passed(flight.left) or flight.overtaken > self.max_inflight_bytes:
+                self._flights.remove(flight)
+                self._retire(flight, in_backward=True)
 
     def turn(self) -> None:
         """The forward work is over: a backward begins, or another forward pass."""
@@ -206,7 +218,7 @@ class Outbound:
     def settle(self) -> None:
         """Nothing stays under way."""
         while self._flights:
-            self._retire(self._flights.popleft())
+            self._retire(self._flights.popleft(), in_backward=True)
 
     def give_back(self, record: Record) -> None:
         """Nothing needs `record` any more."""

@@ -28,6 +28,7 @@ class Flight:
         copied: bytes that are copied.
         started: recorded before the copies.
         left: recorded behind the copies.
+        overtaken: bytes of the groups whose backward has begun since nobody needs it any more.
     """
 
     def __init__(self, records: Sequence[Record], stream: torch.Stream) -> None:
@@ -36,6 +37,7 @@ class Flight:
         self.copied = sum(record.end - record.start for record in records)
         self.started: torch.Event
         self.left: torch.Event
+        self.overtaken = 0
         self._records = [weakref.ref(record) for record in records]
         self._sources = [record.source for record in records]  # alive until they have left, whatever autograd drops
 

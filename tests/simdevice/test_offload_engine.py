@@ -268,6 +268,26 @@ def test_what_stays_is_the_last_layers_and_what_is_under_way():
         assert sizes[-1] >= (keep_last + 1) * layer * 0.7
 
 
+@pytest.mark.parametrize("policy", ["lazy", "eager", "copy_first"])
+def test_what_was_under_way_is_not_held_through_backward(policy):
+    backend.configure(policy)
+    run = Offloaded(keep_last=0)
+    model = run.model(seeded(lambda: Model(layers=8)))
+    held = []
+    for step in range(2):
+        with run.forward():
+            x = model.token(ids(seed=step))
+            for index, layer in enumerate(model.layers):
+                x = layer(x)
+                if index == 0:
+                    x.register_hook(lambda gradient: held.append(run.engine.resident_bytes))
+            loss = x.square().mean()
+        before = run.engine.resident_bytes
+        loss.backward()
+    assert before > 0
+    assert held[-1] < 0.2 * before
+
+
 def test_the_host_budget_is_kept_and_the_rest_stays_visibly():
     expected = train(SCENARIOS["plain_steps"], Trained())
     run = train(SCENARIOS["plain_steps"], Offloaded(host_budget="128KiB"))
