@@ -37,13 +37,13 @@ class OffloadMixin:
 
     Args:
         args: Those of the strategy.
-        move: ``hidden``: as many layers as the link to the host can move while the device computes, measured in the
-            first steps, and more where the device's memory demands it. ``all``: every layer, for the least memory.
+        move: ``hidden``: as much as the link to the host can move while the device computes, measured in the
+            first steps, and more where the device's memory demands it. ``all``: everything, for the least memory.
         min_bytes: Tensors below this size in bytes stay on the device. Sizes may be text: ``"1MiB"``.
         keep_last: Layers at the end of the model that stay on the device: backward needs them at once.
         max_inflight_bytes: Bytes that may be on their way to the host before the device waits for them. Default: twice
-            the largest layer.
-        prefetch_bytes: Bytes that are brought back ahead of their use. Default: twice the largest layer.
+            the largest group, which is a layer, or a part of one of a 64th of what a step saves.
+        prefetch_bytes: Bytes that are brought back ahead of their use. Default: twice the largest group.
         host_budget: Host memory that may be locked on this machine, shared by its ranks. Default: half of what is
             available when training starts, limits of the container included.
         kwargs: Those of the strategy.

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_ckpt.offload.admission import Admission
 from lightning_ckpt.offload.budget import default_host_budget
 from lightning_ckpt.offload.device import current_backward, current_stream
-from lightning_ckpt.offload.groups import Group, LayerKey, Order
+from lightning_ckpt.offload.groups import Group, Key, Order
 from lightning_ckpt.offload.host_memory import HostMemory
 from lightning_ckpt.offload.inbound import Inbound
 from lightning_ckpt.offload.options import OffloadOptions
@@ -110,8 +110,8 @@ class OffloadEngine:
         return self._ledger.resident_bytes
 
     @property
-    def staying(self) -> set[LayerKey]:
-        """Layers that stay on the device because the link cannot hide them, once that is known."""
+    def staying(self) -> set[Key]:
+        """Groups that stay on the device because the link cannot hide them, once that is known."""
         return self._planner.staying
 
     @property

@@ -99,7 +99,7 @@ class Inbound:
         for record in records:
             if record.loaded is not None:
                 self._transfers.give_up(record)
-                record.used = False
+                record.spent, record.used = record.used, False
 
     def give_back(self, record: Record) -> None:
         """Nothing needs `record` any more."""
@@ -107,5 +107,8 @@ class Inbound:
 
     def settle(self) -> None:
         """Backward is over: what was brought back and is still held, because the graph is, is given up again."""
-        self._give_up(record for record in (reference() for reference in self._loaded) if record is not None)
+        records = [record for record in (reference() for reference in self._loaded) if record is not None]
+        self._give_up(records)
+        for record in records:
+            record.spent = False
         self._forget()

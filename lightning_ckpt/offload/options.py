@@ -17,15 +17,15 @@ class OffloadOptions:
     Sizes are bytes, as an integer or as text with a unit (`"8GB"` is 8e9, `"8GiB"` is 8 * 2**30).
 
     Args:
-        move: ``hidden``: as many layers as the link to the host can move while the device computes, measured during
-            the first steps, and more where the device's memory demands it. ``all``: every layer, for the least memory;
+        move: ``hidden``: as much as the link to the host can move while the device computes, measured during
+            the first steps, and more where the device's memory demands it. ``all``: everything, for the least memory;
             slower where copying a layer takes longer than computing it.
         min_bytes: Tensors below this size stay on the device: starting their copy would cost more than it saves.
         keep_last: Layers at the end of the model that stay on the device: backward needs them at once.
         max_inflight_bytes: Bytes that may be on their way to the host at once before the device waits for them.
-            Default: twice the largest layer.
-        prefetch_bytes: Bytes that are brought back ahead of the layer whose backward runs. Default: twice the largest
-            layer.
+            Default: twice the largest group, which is a layer, or a part of one of a 64th of what a step saves.
+        prefetch_bytes: Bytes that are brought back ahead of the layer whose backward runs. Default: twice the
+            largest group.
         host_budget: Host memory that may be locked on this machine, shared by its ranks. Default: half of what is
             available when training starts, limits of the container included.
 

@@ -159,7 +159,7 @@ class Outbound:
         layers_after = self._order.layers_after(group)
         if layers_after is not None and layers_after < self._keep_last:
             return "last"
-        return "not hidden" if group.layer_key in self._planner.staying else None
+        return "not hidden" if group.key in self._planner.staying else None
 
     def _with_host_memory(self, records: Sequence[Record]) -> list[Record]:
         ready = []

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 
 from lightning_ckpt.offload.device import room
-from lightning_ckpt.offload.groups import Group, LayerKey
-from lightning_ckpt.offload.schedule import Link, choose_layers
+from lightning_ckpt.offload.groups import Group, Key
+from lightning_ckpt.offload.schedule import Link, choose_groups
 from lightning_ckpt.offload.timeline import Timeline
 from lightning_ckpt.offload.transfers import Transfers
 
@@ -15,7 +15,7 @@ _PLAN_STEPS = 200  # optimizer steps for which measured times are trusted
 
 
 class Planner:
-    """Keeps layers on the device that the link to the host cannot hide, as far as the device has room for them.
+    """Keeps groups on the device that the link to the host cannot hide, as far as the device has room for them.
 
     Nothing is measured before the first optimizer step is over: only then is the optimizer's state in memory.
 
@@ -25,12 +25,12 @@ class Planner:
         say: called with what a user should know.
 
     Attributes:
-        staying: layers that stay on the device, and what is saved after them. Empty until a step has been measured.
+        staying: groups that stay on the device. Empty until a step has been measured.
         timeline: the measurement in progress, None between measurements.
     """
 
     def __init__(self, transfers: Transfers, move: Literal["hidden", "all"], say: Callable[[str], None]) -> None:
-        self.staying: set[LayerKey] = set()
+        self.staying: set[Key] = set()
         self.timeline: Timeline | None = None
         self._transfers = transfers
         self._measures = move == "hidden"
@@ -61,14 +61,15 @@ class Planner:
         out, into = timeline.bytes_per_s(timeline.flights), timeline.bytes_per_s(timeline.loads)
         if out is None or into is None:
             return
-        costs = [cost for cost in timeline.costs() if cost.nbytes]
-        free = self._room + sum(cost.nbytes for cost in costs if cost.key[:2] in self.staying)
-        moved = choose_layers(costs, Link(out, into, max_inflight_bytes, prefetch_bytes), free)
-        self.staying = {cost.key[:2] for cost in costs if cost.movable and cost.layer not in moved}
-        staying = {cost.layer for cost in costs if cost.key[:2] in self.staying}
-        if staying:
+        costs = timeline.costs()
+        movable = {cost.key: cost.nbytes for cost in costs if cost.movable}
+        free = self._room + sum(nbytes for key, nbytes in movable.items() if key in self.staying)
+        moved = choose_groups(costs, Link(out, into, max_inflight_bytes, prefetch_bytes), free)
+        self.staying = movable.keys() - moved
+        staying_bytes = sum(movable[key] for key in self.staying)
+        if staying_bytes:
             self._say(
-                f"Offload: {len(staying)} of {max(cost.layer for cost in costs)} layers stay on the device, which has "
-                f"room for them: the link ({out / 1e9:.1f} GB/s out, {into / 1e9:.1f} GB/s in) cannot hide more behind "
-                "compute. `move='all'` moves every layer."
+                f"Offload: {staying_bytes / sum(movable.values()):.0%} of the activations stay on the device, which "
+                f"has room for them: the link ({out / 1e9:.1f} GB/s out, {into / 1e9:.1f} GB/s in) cannot hide more "
+                "behind compute. `move='all'` moves everything."
             )

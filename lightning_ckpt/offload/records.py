@@ -42,6 +42,7 @@ class Record:
         loaded: the bytes back on the device.
         load: the copy that brings them.
         used: whether it was unpacked since it was brought back.
+        spent: whether it was used in this backward and given up again.
         is_dead: whether the last tensor on it is gone.
         stays: whether it was decided to leave it where it is.
         first_group: the first group that saved it.
@@ -64,6 +65,7 @@ class Record:
         "nbytes",
         "region",
         "source",
+        "spent",
         "start",
         "stays",
         "used",
@@ -85,6 +87,7 @@ class Record:
         self.loaded: Tensor | None = None
         self.load: Load | None = None
         self.used = False
+        self.spent = False
         self.is_dead = False
         self.stays = False
         self.first_group = group
@@ -117,8 +120,8 @@ class Record:
 
     @property
     def is_away(self) -> bool:
-        """Whether it has to be brought back before it can be used."""
-        return self.source is None and self.loaded is None
+        """Whether it has to be brought back before its first use in this backward."""
+        return self.source is None and self.loaded is None and not self.spent
 
     def tensor(self, handle: "Moved") -> Tensor:
         """The tensor of a handle on this record."""

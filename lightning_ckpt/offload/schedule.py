@@ -1,4 +1,4 @@
-"""How many layers to move: as many as the link hides behind compute, told from measured times.
+"""How much to move: as much as the link hides behind compute, told from measured times.
 
 A simulation of one step, in the arithmetic of the engine: copies out queue up behind each other, and compute stops when
 too many bytes are under way; backward asks for each group some bytes ahead, and stops for what has not arrived.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_ckpt.offload.groups import Key
 
 _TOLERANCE = 0.01  # of a step's compute time, which a measurement cannot tell from nothing
+_CHOICES = 48  # shares of the bytes that are tried
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,17 @@ class GroupCost:
 
     Attributes:
         key: the group.
-        layer: the layer it belongs to, counted from 1; what is saved after a layer belongs to it.
         nbytes: bytes that leave the device if it is moved.
+        movable: whether it may be moved at all.
         forward_s: seconds of compute in forward.
         backward_s: seconds of compute in backward.
-        movable: whether it may be moved at all.
     """
 
     key: Key
-    layer: int
     nbytes: int
+    movable: bool
     forward_s: float
     backward_s: float
-    movable: bool
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,15 @@ class Link:
     prefetch_bytes: int
 
 
-def stall(groups: Sequence[GroupCost], moved: Collection[int], link: Link) -> float:
-    """Seconds for which compute stops for copies when the `moved` layers of `groups` travel."""
-    travelling = [i for i, group in enumerate(groups) if group.movable and group.layer in moved and group.nbytes > 0]
+def stall(groups: Sequence[GroupCost], moved: Collection[Key], link: Link) -> float:
+    """Seconds for which compute stops for copies when the `moved` ones of `groups` travel."""
+    travels = [group.movable and group.key in moved and group.nbytes > 0 for group in groups]
     now = link_free = stalled = 0.0
     under_way: deque[tuple[int, float]] = deque()
     inflight_bytes = 0
     for i, group in enumerate(groups):
         now += group.forward_s
-        if i in travelling:
+        if travels[i]:
             link_free = max(now, link_free) + group.nbytes / link.out_bytes_per_s
             under_way.append((i, link_free))
             inflight_bytes += group.nbytes
@@ -62,52 +61,59 @@ def stall(groups: Sequence[GroupCost], moved: Collection[int], link: Link) -> fl
             stalled += max(0.0, left - now)
             now = max(now, left)
     present = {i: now for i, _ in under_way}  # what has not left when backward begins is used where it is
+    order = [i for i in reversed(range(len(groups))) if travels[i]]
     link_free = now
+    first = 0  # place in the order of the first group that backward is not through with
     for i in reversed(range(len(groups))):
+        while first < len(order) and order[first] > i:
+            first += 1
         ahead = 0
-        for other in (other for other in reversed(travelling) if other <= i):
-            if other < i and ahead and ahead + groups[other].nbytes > link.prefetch_bytes:
+        for other in order[first:]:
+            nbytes = groups[other].nbytes
+            if other < i and ahead and ahead + nbytes > link.prefetch_bytes:
                 break
             if other not in present:
-                link_free = max(now, link_free) + groups[other].nbytes / link.in_bytes_per_s
+                link_free = max(now, link_free) + nbytes / link.in_bytes_per_s
                 present[other] = link_free
             if other < i:
-                ahead += groups[other].nbytes
+                ahead += nbytes
         arrived = present.get(i, now)
         stalled += max(0.0, arrived - now)
         now = max(now, arrived) + groups[i].backward_s
     return stalled
 
 
-def choose_layers(groups: Sequence[GroupCost], link: Link, room: int) -> set[int]:
-    """The layers to move: as many as cause no stall, and more where those that stay would not fit.
+def spread(groups: Sequence[GroupCost], share: float) -> set[Key]:
+    """Groups with this share of the bytes that may be moved, as even over the model as their sizes allow.
+
+    The rounding is carried on from the last group to the first, so the last ones stay, if any.
+    """
+    chosen = set()
+    owed = 0.0
+    for group in reversed(groups):
+        if group.movable and group.nbytes:
+            owed += share * group.nbytes
+            if owed >= group.nbytes * (1 - 1e-9):
+                owed -= group.nbytes
+                chosen.add(group.key)
+    return chosen
+
+
+def choose_groups(groups: Sequence[GroupCost], link: Link, room: int) -> set[Key]:
+    """The groups to move: as many as cause no stall, and more where those that stay would not fit.
 
     Args:
         groups: all groups of a step, in the order of forward.
         link: the link to the host.
-        room: device memory in bytes that may be taken by layers that stay.
-
-    Returns:
-        Numbers of layers, spread evenly over the model, the first one among them.
+        room: device memory in bytes that may be taken by groups that stay.
     """
-    layers = sorted({group.layer for group in groups if group.movable})
     compute = sum(group.forward_s + group.backward_s for group in groups)
-    sizes = {layer: sum(group.nbytes for group in groups if group.movable and group.layer == layer) for layer in layers}
-    total = sum(sizes.values())
-
-    def spread(count: int) -> set[int]:
-        last = len(layers)
-        return {
-            layer
-            for place, layer in enumerate(layers)
-            if (last - place) * count // last > (last - place - 1) * count // last
-        }
-
+    movable = {group.key: group.nbytes for group in groups if group.movable}
+    choices = [spread(groups, count / _CHOICES) for count in range(_CHOICES + 1)]
     hidden = next(
-        (count for count in range(len(layers), 0, -1) if stall(groups, spread(count), link) <= _TOLERANCE * compute), 0
+        (count for count in range(_CHOICES, 0, -1) if stall(groups, choices[count], link) <= _TOLERANCE * compute), 0
     )
-    for count in range(hidden, len(layers)):
-        moved = spread(count)
-        if total - sum(sizes[layer] for layer in moved) <= room:
+    for moved in choices[hidden:]:
+        if sum(movable.values()) - sum(movable[key] for key in moved) <= room:
             return moved
-    return set(layers)
+    return choices[-1]

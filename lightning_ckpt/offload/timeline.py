@@ -24,7 +24,7 @@ class Timeline:
         self._forward: list[tuple[Key | None, torch.Event]] = []
         self._backward: list[tuple[Key | None, torch.Event]] = []
         self._waits: list[tuple[bool, int, Pair]] = []
-        self._groups: dict[Key, tuple[int, int, bool]] = {}
+        self._groups: dict[Key, tuple[int, bool]] = {}
         self.flights: list[Flight] = []
         self.loads: list[Load] = []
         self.is_complete = False
@@ -35,7 +35,7 @@ class Timeline:
 
     def ends(self, group: Group, movable: bool) -> None:
         """What a group has saved is known."""
-        self._groups[group.key] = (group.layer, group.nbytes, movable)
+        self._groups[group.key] = (group.nbytes, movable)
 
     def turns(self, group: Group) -> None:
         """Forward is over and backward begins."""
@@ -77,8 +77,8 @@ class Timeline:
                 if key is not None:
                     seconds[in_backward][key] += (start.elapsed_time(end) - waited[in_backward, index]) / 1e3
         return [
-            GroupCost(key, layer, nbytes, seconds[False][key], seconds[True][key], movable)
-            for key, (layer, nbytes, movable) in self._groups.items()
+            GroupCost(key, *self._groups.get(key, (0, False)), seconds[False][key], seconds[True][key])
+            for key in dict.fromkeys(key for key, _ in self._forward if key is not None)
         ]
 
     def bytes_per_s(self, copies: list[Flight] | list[Load]) -> float | None:

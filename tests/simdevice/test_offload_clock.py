@@ -119,7 +119,7 @@ def test_waits_are_reported_as_the_device_had_them():
 def test_layers_stay_only_as_far_as_the_device_has_room():
     plenty = Chain(16, move="hidden").train(4)
     assert plenty.engine.staying
-    assert "layers stay on the device" in plenty.run.said[0]
+    assert "of the activations stay on the device" in plenty.run.said[0]
     backend.set_limit(torch.accelerator.memory_reserved() + 8 * NBYTES)
     tight = Chain(16, move="hidden").train(4)
     assert len(tight.engine.staying) < len(plenty.engine.staying)
