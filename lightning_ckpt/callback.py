@@ -19,7 +19,7 @@ from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
 from lightning_ckpt.setup_shim import before_setup, forget
-from lightning_ckpt.strategies import local_ranks
+from lightning_ckpt.strategies import has_stepped, local_ranks
 
 
 class ActivationCheckpointing(pl.Callback):
@@ -230,7 +230,8 @@ class ActivationCheckpointing(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.offload_engine is not None and not trainer.fit_loop._should_accumulate():
+        stepped = not trainer.fit_loop._should_accumulate() and has_stepped(trainer)
+        if self.offload_engine is not None and stepped:
             self.offload_engine.step_done()
         if self._recomputed and not self._reported:
             self._reported = True

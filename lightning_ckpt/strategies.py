@@ -23,6 +23,8 @@ from lightning_ckpt.selection.detect import find_layers
 from lightning_ckpt.selection.modules import outermost
 from lightning_ckpt.selection.summary import shorten_names
 
+_STATELESS_STEPS = 10  # after so many, an optimizer without a state has none
+
 
 class OffloadMixin:
     """Put before a strategy among the bases: what autograd saves in ``training_step`` goes to pinned host memory.
@@ -113,7 +115,7 @@ class OffloadMixin:
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
-        if self.offload_engine is not None:
+        if self.offload_engine is not None and has_stepped(self.lightning_module.trainer):  # type: ignore[attr-defined]
             self.offload_engine.step_done()
         return result
 
@@ -193,6 +195,11 @@ class OffloadDeepSpeedStrategy(OffloadMixin, DeepSpeedStrategy):
 def local_ranks(trainer: pl.Trainer) -> int:
     """Processes of this training on this machine."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
+
+
+def has_stepped(trainer: pl.Trainer) -> bool:
+    """Whether the optimizers hold all they will: steps that gradient scaling skips leave them without a state."""
+    return trainer.global_step >= _STATELESS_STEPS or any(optimizer.state for optimizer in trainer.optimizers)
 
 
 def warn_if_compiled_whole(name: str, model: pl.LightningModule, layers: Mapping[str, nn.Module]) -> None:

@@ -45,12 +45,14 @@ class Admission:
         self._device = device
         self._min_bytes = min_bytes
         self._present: set[int] = set()
+        self._types: set[torch.dtype] = set()
         self._frozen_shapes: set[torch.Size] = set()
 
     def learn(self, model: nn.Module | None) -> None:
         """Note what `model` keeps in memory anyway."""
         tensors = [] if model is None else [*model.parameters(), *model.buffers()]
         self._present = {identity for tensor in tensors for identity in _identities(tensor)}
+        self._types = {tensor.dtype for tensor in tensors}
         frozen = [tensor for tensor in tensors if tensor.dim() > 1 and not tensor.requires_grad]
         self._frozen_shapes = {
             shape
@@ -61,10 +63,10 @@ class Admission:
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         """Why a plain tensor stays on the device, None if it may leave."""
-        if isinstance(tensor, nn.Parameter):
-            return "parameter"
         if tensor.device != self._device:
             return "other device"
+        if tensor.is_leaf and tensor.requires_grad:  # a parameter, or an input that somebody takes gradients of
+            return "parameter"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
             return "layout"
         if tensor.is_conj() or tensor.is_neg():
@@ -80,6 +82,8 @@ class Admission:
         base = tensor._base if tensor._is_view() else tensor
         if isinstance(base, nn.Parameter):
             return True
+        if tensor.dtype in self._types:  # no cast, so it would have been a view
+            return False
         node = tensor.grad_fn
         for _ in range(_DEPTH):
             if node is None:

@@ -1,10 +1,9 @@
 """The offload engine: what is saved for backward, where it is, and when it travels."""
 
 import contextlib
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from lightning_ckpt.offload.admission import Admission
 from lightning_ckpt.offload.budget import default_host_budget
 from lightning_ckpt.offload.device import current_backward, current_stream
 from lightning_ckpt.offload.groups import Group, Key, Order
+from lightning_ckpt.offload.guard import Guard
 from lightning_ckpt.offload.host_memory import HostMemory
 from lightning_ckpt.offload.inbound import Inbound
 from lightning_ckpt.offload.options import OffloadOptions
@@ -23,6 +23,7 @@ from lightning_ckpt.offload.planner import Planner
 from lightning_ckpt.offload.records import (
     Flattened,
     Handle,
+    Holder,
     Kept,
     Moved,
     Record,
@@ -75,11 +76,11 @@ class OffloadEngine:
         host: HostMemory | None = None,
     ) -> None:
         options = options or OffloadOptions()
-        say = _once(say)
+        self._guard = Guard(say)
+        say = self._guard.say
         self.device = _with_index(device)
         self.options = options
         self.host = host or _host_memory(options, local_ranks, say)
-        self._say = say
         self._ledger = Ledger()
         self._admission = Admission(self.device, int(options.min_bytes))
         transfers = transfers or Transfers(self.device)
@@ -87,20 +88,21 @@ class OffloadEngine:
         self._transfers = transfers
         self._planner = Planner(transfers, options.move, say)
         self._outbound = Outbound(
-            transfers, self.host, order, self._planner, self._ledger, options.keep_last, _max_inflight(options), say
-        )
-        self._inbound = Inbound(
             transfers,
+            self.host,
             order,
             self._planner,
             self._ledger,
-            lambda: self.prefetch_bytes,
-            self._outbound.follow_backward,
+            options.keep_last,
+            _bytes(options.max_inflight_bytes),
+            say,
+        )
+        self._inbound = Inbound(
+            transfers, order, self._planner, self._ledger, self._outbound, _bytes(options.prefetch_bytes)
         )
         self._stream = current_stream(self.device.index)
         self._has_several_streams = False
         self._blank = torch.empty(0, device=self.device)
-        self._lock = threading.Lock()
         self._dead: deque[Record] = deque()
         self._closed = False
 
@@ -110,15 +112,9 @@ class OffloadEngine:
         return self._ledger.resident_bytes
 
     @property
-    def staying(self) -> set[Key]:
-        """Groups that stay on the device because the link cannot hide them, once that is known."""
+    def staying(self) -> Mapping[Key, int]:
+        """Groups that stay on the device because the link cannot hide them, with their bytes, once that is known."""
         return self._planner.staying
-
-    @property
-    def prefetch_bytes(self) -> int:
-        """Bytes that are brought back ahead of their use."""
-        given = self.options.prefetch_bytes
-        return 2 * self._outbound.largest if given is None else int(given)
 
     # ---------------------------------------------------------------- forward
 
@@ -135,17 +131,17 @@ class OffloadEngine:
 
     def begin(self) -> None:
         """A training step begins: whatever an earlier one has left under way is brought to an end."""
-        if self._closed:
-            return
-        with self._lock:
+        with self._guard as entered:
+            if not entered or self._closed:
+                return
             self._reap()
+            self._outbound.end()
             self._settle()
-            self._outbound.turn()
             stream = current_stream(self.device.index)
             if stream != self._stream:
                 self._transfers.wait(stream, self._stream.record_event(), "computed")
                 self._stream = stream
-            self._planner.begin(self._ledger.steps, self._outbound.max_inflight_bytes, self.prefetch_bytes)
+            self._planner.begin(self._ledger.steps, self._outbound.max_inflight_bytes, self._inbound.prefetch_bytes)
 
     def boundary(self, name: str, starts_layer: bool) -> None:
         """A layer begins or ends.
@@ -156,60 +152,73 @@ class OffloadEngine:
         """
         if self._closed or current_backward() != -1:
             return
-        with self._lock:
-            self._reap()
-            self._outbound.boundary(name, starts_layer, self._stream)
+        with self._guard as entered:
+            if entered:
+                self._reap()
+                self._outbound.boundary(name, starts_layer, self._stream)
 
     def pack(self, tensor: Tensor) -> Handle:
         """Keep `tensor` for backward; what autograd is given in its place."""
-        if current_backward() != -1 or self._closed:
+        if self._closed:
+            return self._stay(tensor, "closed")
+        if current_backward() != -1:
             return self._stay(tensor, "saved in backward")
+        if self._has_several_streams or current_stream(self.device.index) != self._stream:
+            self._find_several_streams()
+            return self._stay(tensor, "several streams")
         kind = type(tensor)
-        if kind is not Tensor and kind is not nn.Parameter:
+        if kind is nn.Parameter:
+            return self._stay(tensor, "parameter")
+        if kind is not Tensor:
             return self._pack_subclass(tensor)
         try:
             reason = self._admission.reason_to_stay(tensor)
         except (NotImplementedError, RuntimeError):  # functional and other tensors without a storage
             reason = "layout"
-        if reason is None and (self._has_several_streams or current_stream(self.device.index) != self._stream):
-            self._find_several_streams()
-            reason = "several streams"
         return self._stay(tensor, reason) if reason is not None else self._pack_plain(tensor)
 
-    def _pack_plain(self, tensor: Tensor) -> Moved:
+    def _pack_plain(self, tensor: Tensor) -> Handle:
         # Shares the version counter with the tensor, but not its memory.
         probe = tensor.detach()
         probe.data = self._blank
         storage = tensor.untyped_storage()
         start, end = extent(tensor)
         outbound = self._outbound
-        with self._lock:
+        with self._guard as entered:
+            if not entered:
+                return self._stay(tensor, "saved by a finalizer")
             self._reap()
             group = outbound.group(self._stream)
-            record = outbound.find(storage)
-            if record is None or not record.serves(storage, probe, start, end):
-                record = Record(self, storage, probe, group)
-                outbound.add(record, group)
-            elif record.last_group is not group:
-                group.add(record, is_new=False)
-            record.last_group = group
-            record.include(start, end, tensor.nbytes)
-            handle = Moved(tensor, probe, record, group)
+            holder = outbound.find(storage)
+            if holder is None or not holder.record.serves(storage, probe, start, end):
+                holder = Holder(Record(self, storage, probe, group.number))
+                outbound.add(holder.record, group)
+            elif holder.record.last_group != group.number:
+                group.add(holder.record, is_new=False)
+                holder.record.last_group = group.number
+            holder.record.include(start, end, tensor.nbytes)
+            handle = Moved(tensor, probe, holder, group)
             outbound.cut(group)
         return handle
 
     def _pack_subclass(self, tensor: Tensor) -> Handle:
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             return self._stay(tensor, "parameter")
         if not is_traceable_wrapper_subclass(tensor):  # also fake tensors of a compiler, which only looks
             return self._stay(tensor, "subclass")
+        if tensor.is_nested:  # its ragged size is known by the very tensor that holds it
+            return self._stay(tensor, "layout")
         names, context = tensor.__tensor_flatten__()
         kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+        probe = tensor.detach()
+        parts = {name: self.pack(getattr(tensor, name)) for name in names}
+        for name in names:
+            setattr(probe, name, getattr(probe, name).new_empty(0))  # the version counter is all that it is for
 
         def rebuild(parts: dict[str, Tensor]) -> Tensor:
             return kind.__tensor_unflatten__(parts, context, size, stride)
 
-        return Flattened({name: self.pack(getattr(tensor, name)) for name in names}, rebuild)
+        return Flattened(parts, rebuild, probe)
 
     def _stay(self, tensor: Tensor, reason: str) -> Kept:
         self._ledger.stays(reason)
@@ -220,7 +229,7 @@ class OffloadEngine:
             # Memory that another stream allocated might be used again there before a copy out of it has ended.
             self._has_several_streams = True
             torch.accelerator.synchronize(self.device)
-            self._say(
+            self._guard.say(
                 "Offload: the forward pass computes on several streams of the device. Their memory cannot be given up "
                 "early without making them wait for each other, so activations stay on the device from now on."
             )
@@ -229,8 +238,12 @@ class OffloadEngine:
 
     def unpack(self, handle: Moved) -> Tensor:
         """The tensor that `handle` stands for, on the device."""
-        record = handle.record
-        with self._lock:
+        record = handle.holder.record
+        with self._guard as entered:
+            if not entered:
+                raise RuntimeError(
+                    "A finalizer runs a backward in the middle of another one, while activations travel."
+                )
             self._reap()
             if handle.is_changed:
                 raise changed_in_place(handle.dtype, handle.size, handle.probe._version, handle.version)
@@ -258,7 +271,9 @@ class OffloadEngine:
         self._ledger.turn(self.host.booked_bytes, self.host.locked_bytes)
 
     def _backward_ends(self, task: int) -> None:
-        with self._lock:
+        with self._guard as entered:
+            if not entered:
+                return
             self._reap()
             self._inbound.tasks.discard(task)
             if not self._inbound.tasks:  # else it was one inside another
@@ -274,18 +289,19 @@ class OffloadEngine:
     def bury(self, record: Record) -> None:
         """A record has died: what it held is given back at the next opportunity."""
         self._dead.append(record)
-        if self._lock.acquire(blocking=False):  # else whoever holds it, perhaps this thread, does it later
+        if self._guard.try_enter():  # else whoever is inside, perhaps this thread, does it later
             try:
                 self._reap()
             finally:
-                self._lock.release()
+                self._guard.leave()
 
     def _reap(self) -> None:
         if not self._dead:
             return
         while self._dead:
             record = self._dead.popleft()
-            self._inbound.give_back(record)
+            if record.loaded is not None:
+                self._inbound.give_back(record)
             self._outbound.give_back(record)
         if current_backward() == -1:  # a graph was dropped: no backward will come by
             self._outbound.settle_abandoned()
@@ -293,11 +309,11 @@ class OffloadEngine:
     def step_done(self) -> None:
         """An optimizer step is over, so all memory of a step has been taken once."""
         self._ledger.steps += 1
+        self._planner.watch_room(self.device)
 
     def take_statistics(self) -> StepStatistics:
         """What offload did since this was called last."""
-        with self._lock:
-            self._reap()
+        with self._guard:
             return self._ledger.take()
 
     def learn(self, model: nn.Module | None) -> None:
@@ -312,7 +328,7 @@ class OffloadEngine:
         if self._closed:
             return
         self.begin()
-        with self._lock:
+        with self._guard:
             self._closed = True
             self.host.close()
 
@@ -327,9 +343,8 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _max_inflight(options: OffloadOptions) -> int | None:
-    given = options.max_inflight_bytes
-    return given if given is None else int(given)
+def _bytes(value: int | str | None) -> int | None:
+    return value if value is None else int(value)  # options hold integers once they are checked
 
 
 def _host_memory(options: OffloadOptions, local_ranks: int, say: Callable[[str], None]) -> HostMemory:
@@ -339,14 +354,3 @@ def _host_memory(options: OffloadOptions, local_ranks: int, say: Callable[[str],
     while slab > budget and slab > 4096:  # a small budget is used in small slabs
         slab //= 2
     return HostMemory(budget, slab, on_pageable=say)
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    said: set[str] = set()
-
-    def say_once(message: str) -> None:
-        if message not in said:
-            said.add(message)
-            say(message)
-
-    return say_once

@@ -1,5 +1,6 @@
 """Groups of saved tensors that travel together, one per layer, and the order in which backward asks for them."""
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ class Group:
 
     Attributes:
         key: the same in every step: the name of what runs, how often it has run before, and which part of it this is.
+        number: no other group has it.
         index: its place in the run.
         layer: how many layers had begun when it was opened.
         run: the forward work that it is part of.
@@ -24,7 +26,8 @@ class Group:
         nbytes: bytes of the storages that it is the first to save.
     """
 
-    __slots__ = ("__weakref__", "_records", "index", "key", "layer", "nbytes", "run", "stream")
+    __slots__ = ("__weakref__", "_records", "index", "key", "layer", "nbytes", "number", "run", "stream")
+    _numbers = itertools.count()
 
     def __init__(self, key: Key, index: int, layer: int, run: "Run", stream: torch.Stream) -> None:
         self.key = key
@@ -33,7 +36,8 @@ class Group:
         self.run = run
         self.stream = stream
         self.nbytes = 0
-        self._records: list[weakref.ref[Record]] = []
+        self.number = next(self._numbers)
+        self._records: list[Record] = []
 
     @property
     def layer_key(self) -> LayerKey:
@@ -42,14 +46,13 @@ class Group:
 
     def add(self, record: Record, is_new: bool) -> None:
         """One more storage that its backward needs."""
-        self._records.append(weakref.ref(record))
+        self._records.append(record)
         if is_new:
             self.nbytes += record.nbytes
 
     def records(self) -> list[Record]:
         """The storages that are still needed, in the order they were saved."""
-        records = (reference() for reference in self._records)
-        return [record for record in records if record is not None and not record.is_dead]
+        return [record for record in self._records if record.holder() is not None]
 
 
 class Run:

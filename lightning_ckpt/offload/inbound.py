@@ -1,15 +1,19 @@
 """The way back: what backward needs is brought to the device ahead of its use."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 
 from lightning_ckpt.offload.groups import Group, Order
+from lightning_ckpt.offload.outbound import Outbound
 from lightning_ckpt.offload.planner import Planner
 from lightning_ckpt.offload.records import Record
 from lightning_ckpt.offload.statistics import Ledger
 from lightning_ckpt.offload.transfers import Transfers
+
+_LOOK_AHEAD = 16  # groups, most of which may have stayed on the device
 
 
 class Inbound:
@@ -20,8 +24,8 @@ class Inbound:
         order: knows what follows.
         planner: is told of groups that begin, while it measures.
         ledger: where it is written down.
-        prefetch_bytes: gives the bytes that are brought back ahead.
-        follow: is told of every group that backward comes to.
+        outbound: is told of every group that backward comes to.
+        prefetch_bytes: see `OffloadOptions`; None means twice the largest group.
     """
 
     def __init__(
@@ -30,15 +34,15 @@ class Inbound:
         order: Order,
         planner: Planner,
         ledger: Ledger,
-        prefetch_bytes: Callable[[], int],
-        follow: Callable[[Group], None],
+        outbound: Outbound,
+        prefetch_bytes: int | None,
     ) -> None:
         self._transfers = transfers
         self._order = order
         self._planner = planner
         self._ledger = ledger
+        self._outbound = outbound
         self._prefetch_bytes = prefetch_bytes
-        self._follow = follow
         self._forget()
 
     def _forget(self) -> None:
@@ -46,17 +50,24 @@ class Inbound:
         self.group: Group | None = None
         self._newest: Group | None = None
         self._entered: weakref.WeakSet[Group] = weakref.WeakSet()
-        self._loaded: list[weakref.ref[Record]] = []
+        self._loaded: list[Record] = []
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes that are brought back ahead of their use."""
+        return 2 * self._outbound.largest if self._prefetch_bytes is None else self._prefetch_bytes
 
     def enter(self, group: Group) -> None:
         """Backward needs `group` now."""
         if group is self.group:
             return
         previous, self.group = self.group, group
-        self._follow(group)
+        self._outbound.follow_backward(group)
         if previous is not None:
             # Under `retain_graph` they outlive their use; their bytes stay on the host.
-            self._give_up(record for record in previous.records() if record.used and record.first_group is previous)
+            self._give_up(
+                record for record in previous.records() if record.used and record.first_group == previous.number
+            )
         if group not in self._entered:
             if self._newest is not None:
                 self._order.learn_backward(self._newest, group)
@@ -70,20 +81,30 @@ class Inbound:
         """What `group` needs, then what follows it as far as the bytes reach, at least one group."""
         self.load([record for record in group.records() if record.is_away], group.stream)
         ahead = 0
-        for following in self._order.following(group):
+        for following in islice(self._order.following(group), _LOOK_AHEAD):
             records = [record for record in following.records() if record.region is not None]
             nbytes = sum(record.nbytes for record in records)
-            if ahead and ahead + nbytes > self._prefetch_bytes():
+            if ahead and ahead + nbytes > self.prefetch_bytes:
                 break
-            self.load([record for record in records if record.is_away], group.stream)
+            try:
+                self._load([record for record in records if record.is_away], group.stream)
+            except torch.OutOfMemoryError:  # there will be room when what is here now has been used
+                break
             ahead += nbytes
 
     def load(self, records: Sequence[Record], stream: torch.Stream) -> None:
-        """Start bringing `records` back."""
+        """Start bringing `records` back, if need be at the cost of what was brought back ahead of its use."""
+        try:
+            self._load(records, stream)
+        except torch.OutOfMemoryError:
+            self._give_up(record for record in self._loaded if not record.used)
+            self._load(records, stream)
+
+    def _load(self, records: Sequence[Record], stream: torch.Stream) -> None:
         if not records:
             return
         load = self._transfers.copy_in(records, stream)
-        self._loaded += [weakref.ref(record) for record in records]
+        self._loaded += records
         self._ledger.step.in_bytes += load.copied
         if self._planner.timeline is not None:
             self._planner.timeline.loads.append(load)
@@ -107,8 +128,7 @@ class Inbound:
 
     def settle(self) -> None:
         """Backward is over: what was brought back and is still held, because the graph is, is given up again."""
-        records = [record for record in (reference() for reference in self._loaded) if record is not None]
-        self._give_up(records)
-        for record in records:
+        self._give_up(self._loaded)
+        for record in self._loaded:
             record.spent = False
         self._forget()

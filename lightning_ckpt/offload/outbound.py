@@ -1,6 +1,5 @@
 """The way to the host: groups of saved tensors are closed, sent, and given up on the device."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import torch
 from lightning_ckpt.offload.groups import Group, Order, Run
 from lightning_ckpt.offload.host_memory import HostMemory
 from lightning_ckpt.offload.planner import Planner
-from lightning_ckpt.offload.records import Record
+from lightning_ckpt.offload.records import Holder, Record
 from lightning_ckpt.offload.statistics import Ledger
 from lightning_ckpt.offload.transfers import Flight, Transfers
 
@@ -69,7 +68,8 @@ class Outbound:
         self._keep_last = keep_last
         self._max_inflight_bytes = max_inflight_bytes
         self._say = say
-        self._records: dict[int, weakref.ref[Record]] = {}
+        self._alive: dict[int, Record] = {}
+        self._records: dict[int, Record] = {}
         self._flights: deque[Flight] = deque()
         self._group: Group | None = None
         self._announced = _NOWHERE
@@ -113,15 +113,14 @@ class Outbound:
                 self._planner.timeline.begins(self._group, announced.mark or self._transfers.mark(stream))
         return self._group
 
-    def find(self, storage: torch.UntypedStorage) -> Record | None:
-        """The record of a storage, if it has been saved before."""
-        reference = self._records.get(storage._cdata)
-        record = reference() if reference is not None else None
-        return None if record is None or record.is_dead else record
+    def find(self, storage: torch.UntypedStorage) -> Holder | None:
+        """What the handles on a storage hold, if it has been saved before."""
+        record = self._records.get(storage._cdata)
+        return None if record is None else record.holder()
 
     def add(self, record: Record, group: Group) -> None:
         """A storage is saved for the first time."""
-        self._records[record.identity] = weakref.ref(record)
+        self._alive[id(record)] = self._records[record.identity] = record
         self._ledger.resident_bytes += record.nbytes
         self._gathered += record.nbytes
         group.add(record, is_new=True)
@@ -159,7 +158,7 @@ class Outbound:
         layers_after = self._order.layers_after(group)
         if layers_after is not None and layers_after < self._keep_last:
             return "last"
-        return "not hidden" if group.key in self._planner.staying else None
+        return "not hidden" if self._planner.stays(group) else None
 
     def _with_host_memory(self, records: Sequence[Record]) -> list[Record]:
         ready = []
@@ -205,7 +204,7 @@ class Outbound:
                 self._retire(flight, in_backward=True)
 
     def turn(self) -> None:
-        """The forward work is over: a backward begins, or another forward pass."""
+        """The forward work is over, since a backward begins."""
         if self.run is not None:
             self._order.learn_forward(self.run)
             least, most = _PART_BYTES
@@ -215,6 +214,11 @@ class Outbound:
         self.run = self._group = self._part_of = None
         self._announced = _NOWHERE
 
+    def end(self) -> None:
+        """The forward work is over, since another forward pass begins."""
+        self._close_group()
+        self.turn()
+
     def settle(self) -> None:
         """Nothing stays under way."""
         while self._flights:
@@ -222,8 +226,8 @@ class Outbound:
 
     def give_back(self, record: Record) -> None:
         """Nothing needs `record` any more."""
-        reference = self._records.get(record.identity)
-        if reference is not None and reference() is record:
+        del self._alive[id(record)]
+        if self._records.get(record.identity) is record:
             del self._records[record.identity]
         if record.region is not None:  # if it is still under way, its flight holds the device memory
             self._host.give_back(record.region)

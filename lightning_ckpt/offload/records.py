@@ -5,11 +5,12 @@ A handle is owned by autograd alone, a record by its handles, host memory by its
 be kept true.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ckpt.offload.host_memory import Region
@@ -30,7 +31,7 @@ class Record:
         engine: whom to tell when nothing needs it any more.
         storage: the storage.
         probe: has the version counter of the tensor that was saved first.
-        group: the group that saves it first, the last one to need it in backward.
+        group: number of the group that saves it first, the last one to need it in backward.
 
     Attributes:
         identity: what identifies the storage; as long as the record exists, no other storage gets it.
@@ -43,22 +44,21 @@ class Record:
         load: the copy that brings them.
         used: whether it was unpacked since it was brought back.
         spent: whether it was used in this backward and given up again.
-        is_dead: whether the last tensor on it is gone.
         stays: whether it was decided to leave it where it is.
-        first_group: the first group that saved it.
-        last_group: the last one.
+        first_group: number of the first group that saved it.
+        last_group: number of the last one.
+        holder: weak reference to what its handles own.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_engine",
         "_probe",
         "_reference",
         "_version",
         "end",
+        "engine",
         "first_group",
+        "holder",
         "identity",
-        "is_dead",
         "last_group",
         "load",
         "loaded",
@@ -72,8 +72,8 @@ class Record:
         "viewed",
     )
 
-    def __init__(self, engine: "OffloadEngine", storage: torch.UntypedStorage, probe: Tensor, group: "Group") -> None:
-        self._engine = engine
+    def __init__(self, engine: "OffloadEngine", storage: torch.UntypedStorage, probe: Tensor, group: int) -> None:
+        self.engine = engine
         self._reference = StorageWeakRef(storage)
         self._probe = probe
         self._version = probe._version
@@ -88,10 +88,10 @@ class Record:
         self.load: Load | None = None
         self.used = False
         self.spent = False
-        self.is_dead = False
         self.stays = False
         self.first_group = group
         self.last_group = group
+        self.holder: _HolderReference
 
     def serves(self, storage: torch.UntypedStorage, probe: Tensor, start: int, end: int) -> bool:
         """Whether another tensor on the same storage may share this record: its bytes are the same, and all there."""
@@ -99,19 +99,34 @@ class Record:
             self._probe._version == self._version == probe._version
             and self.nbytes == storage.nbytes()
             and (self.region is None or (self.start <= start and end <= self.end))
+            and _share_version_counter(self._probe, probe)
         )
 
     def include(self, start: int, end: int, nbytes: int) -> None:
         """Add a tensor that looks at `nbytes` between `start` and `end`."""
         self.viewed += nbytes
         if self.region is None:
-            self.start = min(self.start, start // _ALIGNMENT * _ALIGNMENT)
-            self.end = max(self.end, end)
+            start = start // _ALIGNMENT * _ALIGNMENT
+            if start < self.start:
+                self.start = start
+            if end > self.end:
+                self.end = end
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the last tensor on it is gone."""
+        return self.holder() is None
 
     @property
     def waits_for_copy(self) -> bool:
         """Whether nothing has been decided about it, and its bytes are still those that were saved."""
-        return self.region is None and not self.stays and self._probe._version == self._version
+        return (
+            self.region is None
+            and not self.stays
+            and self._probe._version == self._version
+            and self.source is not None
+            and self.source.nbytes() == self.nbytes  # whoever frees a storage in between means to fill it again
+        )
 
     @property
     def is_sparse(self) -> bool:
@@ -123,26 +138,48 @@ class Record:
         """Whether it has to be brought back before its first use in this backward."""
         return self.source is None and self.loaded is None and not self.spent
 
-    def tensor(self, handle: "Moved") -> Tensor:
-        """The tensor of a handle on this record."""
-        return self._engine.unpack(handle)
 
-    def __del__(self) -> None:
-        # Any thread, at any moment, perhaps in the middle of the engine's own work: leave it to the engine. Until then
-        # weak references still find it.
-        self.is_dead = True
-        self._engine.bury(self)
+class Holder:
+    """Owned by the handles of one storage together: when it dies, so has the last of them."""
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        record.holder = _HolderReference(self)
+
+
+class _HolderReference(weakref.ref[Holder]):
+    """Tells the engine of the end of its record: in any thread, at any moment, perhaps amid the engine's own work.
+
+    A callback instead of `__del__`: by the time it is called, nobody can get hold of the record any more.
+    """
+
+    __slots__ = ("record",)
+    record: Record
+
+    def __new__(cls, holder: Holder) -> "_HolderReference":
+        reference = super().__new__(cls, holder, _tell_engine)
+        reference.record = holder.record
+        return reference
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(holder, _tell_engine)  # type: ignore[call-arg]
+
+
+def _tell_engine(reference: Any) -> None:
+    reference.record.engine.bury(reference.record)
 
 
 class Moved:
     """A saved tensor whose storage may travel."""
 
-    __slots__ = ("dtype", "group", "offset", "probe", "record", "size", "stride", "version")
+    __slots__ = ("dtype", "group", "holder", "offset", "probe", "size", "stride", "version")
 
-    def __init__(self, tensor: Tensor, probe: Tensor, record: Record, group: "Group") -> None:
-        self.record = record
+    def __init__(self, tensor: Tensor, probe: Tensor, holder: Holder, group: "Group") -> None:
+        self.holder = holder
         self.group = group
-        self.probe = probe
+        self.probe = probe  # has the version counter of the tensor, but not its memory
         self.version = probe._version
         self.dtype = tensor.dtype
         self.size = tensor.size()
@@ -151,7 +188,7 @@ class Moved:
 
     def tensor(self) -> Tensor:
         """The tensor as it was saved."""
-        return self.record.tensor(self)
+        return self.holder.record.engine.unpack(self)
 
     @property
     def is_changed(self) -> bool:
@@ -161,7 +198,7 @@ class Moved:
     @property
     def on_device(self) -> list[Tensor]:
         """What it keeps in the device's memory."""
-        source = self.record.source
+        source = self.holder.record.source
         return [] if source is None else [restore(self, source, 0)]
 
 
@@ -172,8 +209,8 @@ class Kept:
 
     def __init__(self, tensor: Tensor, reason: str) -> None:
         # Detached: a graph that holds its own output through a hook is a cycle that is never collected. A parameter
-        # hangs on no graph, and strategies that take its memory away before backward give it back to the parameter.
-        self.value = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        # hangs on no graph, and whoever takes its memory away before backward gives other memory to the parameter.
+        self.value = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self.version = -1 if self.value.is_inference() else self.value._version
         self.reason = reason
 
@@ -195,22 +232,34 @@ class Kept:
 
 
 class Flattened:
-    """A saved tensor subclass: its inner tensors, each saved on its own."""
+    """A saved tensor subclass: its inner tensors, each saved on its own.
 
-    __slots__ = ("parts", "rebuild")
+    Args:
+        parts: handles of the inner tensors by name.
+        rebuild: makes the subclass of its inner tensors.
+        probe: has the version counter of the subclass; changes in place count there, not on the inner tensors.
+    """
 
-    def __init__(self, parts: "dict[str, Handle]", rebuild: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    __slots__ = ("parts", "probe", "rebuild", "version")
+
+    def __init__(
+        self, parts: "dict[str, Handle]", rebuild: Callable[[dict[str, Tensor]], Tensor], probe: Tensor
+    ) -> None:
         self.parts = parts
         self.rebuild = rebuild
+        self.probe = probe
+        self.version = probe._version
 
     def tensor(self) -> Tensor:
         """The subclass, rebuilt around its inner tensors."""
+        if self.probe._version != self.version:
+            raise changed_in_place(self.probe.dtype, self.probe.shape, self.probe._version, self.version)
         return self.rebuild({name: part.tensor() for name, part in self.parts.items()})
 
     @property
     def is_changed(self) -> bool:
-        """Whether one of them was changed in place since."""
-        return any(part.is_changed for part in self.parts.values())
+        """Whether it was changed in place since."""
+        return self.probe._version != self.version or any(part.is_changed for part in self.parts.values())
 
     @property
     def on_device(self) -> list[Tensor]:
@@ -222,10 +271,25 @@ Handle = Moved | Kept | Flattened
 
 
 def restore(handle: Moved, storage: torch.UntypedStorage, start: int) -> Tensor:
-    """The tensor of `handle` on `storage`, whose first byte was byte `start` of the storage that was saved."""
-    blank = torch.empty(0, dtype=handle.dtype, device=storage.device)
-    offset = handle.offset - start // blank.element_size() if start else handle.offset
-    return blank.set_(storage, offset, handle.size, handle.stride)
+    """The tensor of `handle` on `storage`, whose first byte was byte `start` of the storage that was saved.
+
+    It counts changes together with the tensor that was saved, as what autograd saves itself does.
+    """
+    restored = torch.empty(0, dtype=handle.dtype, device=storage.device)
+    offset = handle.offset - start // restored.element_size() if start else handle.offset
+    restored.set_(storage, offset, handle.size, handle.stride)
+    tensor = handle.probe.detach()
+    tensor.data = restored
+    return tensor
+
+
+def _share_version_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether a change of one of two tensors, which now have the same version, would count for both."""
+    version = one._version
+    torch._C._autograd._unsafe_set_version_counter((other,), (version + 1,))
+    shared = one._version != version
+    torch._C._autograd._unsafe_set_version_counter((other,), (version,))
+    return shared
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -110,10 +110,13 @@ def choose_groups(groups: Sequence[GroupCost], link: Link, room: int) -> set[Key
     compute = sum(group.forward_s + group.backward_s for group in groups)
     movable = {group.key: group.nbytes for group in groups if group.movable}
     choices = [spread(groups, count / _CHOICES) for count in range(_CHOICES + 1)]
-    hidden = next(
-        (count for count in range(_CHOICES, 0, -1) if stall(groups, choices[count], link) <= _TOLERANCE * compute), 0
-    )
-    for moved in choices[hidden:]:
-        if sum(movable.values()) - sum(movable[key] for key in moved) <= room:
-            return moved
+    allowed = _TOLERANCE * compute
+    hidden = next((count for count in range(_CHOICES, 0, -1) if stall(groups, choices[count], link) <= allowed), 0)
+    moved = choices[hidden]
+    for group in groups:  # sizes may leave gaps that others fill
+        if group.movable and group.key not in moved and stall(groups, moved | {group.key}, link) <= allowed:
+            moved = moved | {group.key}
+    for more in (moved, *choices[hidden + 1 :]):
+        if sum(movable.values()) - sum(movable[key] for key in more) <= room:
+            return more
     return choices[-1]

@@ -87,7 +87,7 @@ class Ledger:
         """Take over the waits of the device for copies."""
         if waits:
             (self.step.backward_waits if in_backward else self.step.forward_waits).extend(waits)
-            if timeline is not None and not timeline.is_complete:
+            if timeline is not None:
                 for pair in waits:
                     timeline.waited(pair)
             waits.clear()

@@ -27,7 +27,6 @@ class Timeline:
         self._groups: dict[Key, tuple[int, bool]] = {}
         self.flights: list[Flight] = []
         self.loads: list[Load] = []
-        self.is_complete = False
 
     def begins(self, group: Group, mark: torch.Event) -> None:
         """Forward of a group began at `mark`."""
@@ -49,7 +48,6 @@ class Timeline:
     def stops(self, group: Group) -> None:
         """Backward is over."""
         self._backward.append((None, self._transfers.mark(group.stream)))
-        self.is_complete = True
 
     def waited(self, pair: Pair) -> None:
         """Compute waited for a copy, in the group that began last."""
@@ -85,7 +83,7 @@ class Timeline:
         """What the link carried, or None where nothing was copied."""
         nbytes, milliseconds = 0, 0.0
         for copy in copies:
-            if copy.copied:
+            if copy.copied and copy.started is not None:
                 nbytes += copy.copied
                 milliseconds += copy.started.elapsed_time(copy.left if isinstance(copy, Flight) else copy.arrived)
         return nbytes / milliseconds * 1e3 if milliseconds > 0 else None

@@ -9,12 +9,13 @@ compute.
 All waits go through `Transfers.wait`, so that a test can leave one out.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from lightning_ckpt.offload.device import current_stream
 from lightning_ckpt.offload.host_memory import Region
 from lightning_ckpt.offload.records import Record
 
@@ -26,7 +27,7 @@ class Flight:
         stream: the stream that computed them, to whose memory they belong.
         nbytes: device memory that is given up once they have left.
         copied: bytes that are copied.
-        started: recorded before the copies.
+        started: recorded before the copies, if they are timed.
         left: recorded behind the copies.
         overtaken: bytes of the groups whose backward has begun since nobody needs it any more.
     """
@@ -35,22 +36,20 @@ class Flight:
         self.stream = stream
         self.nbytes = sum(record.nbytes for record in records)
         self.copied = sum(record.end - record.start for record in records)
-        self.started: torch.Event
+        self.started: torch.Event | None = None
         self.left: torch.Event
         self.overtaken = 0
-        self._records = [weakref.ref(record) for record in records]
+        self._records = records
         self._sources = [record.source for record in records]  # alive until they have left, whatever autograd drops
 
     def is_needed(self) -> bool:
         """Whether backward may still ask for one of them."""
-        records = (reference() for reference in self._records)
-        return any(record is not None and not record.is_dead for record in records)
+        return any(record.holder() is not None for record in self._records)
 
     def forget_sources(self) -> None:
         """Give the device memory up."""
-        for record in (reference() for reference in self._records):
-            if record is not None:
-                record.source = None
+        for record in self._records:
+            record.source = None
         self._sources.clear()
 
 
@@ -60,7 +59,7 @@ class Load:
     Attributes:
         stream: the stream that will compute with them, to whose memory they belong.
         copied: bytes that are copied.
-        started: recorded before the copies.
+        started: recorded before the copies, if they are timed.
         arrived: recorded behind the copies.
         awaited: whether the stream has been told to wait for them.
     """
@@ -68,7 +67,7 @@ class Load:
     def __init__(self, stream: torch.Stream) -> None:
         self.stream = stream
         self.copied = 0
-        self.started: torch.Event
+        self.started: torch.Event | None = None
         self.arrived: torch.Event
         self.awaited = False
 
@@ -80,11 +79,13 @@ class Transfers:
         device: an accelerator.
 
     Attributes:
+        timed: whether copies are timed.
         waits: a pair of events around every wait of a stream that computes, as far as it had something to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.timed = False
         self.waits: list[tuple[torch.Event, torch.Event]] = []
         self._out = torch.Stream(device=device)
         self._into = torch.Stream(device=device)
@@ -108,14 +109,14 @@ class Transfers:
         """Copy the bytes of `records`, which `stream` computes, into their regions."""
         flight = Flight(records, stream)
         self.wait(self._out, stream.record_event(), "computed")
-        flight.started = self.mark(self._out)
+        flight.started = self.mark(self._out) if self.timed else None
         with self._out:
             for record in records:
                 assert record.source is not None
                 assert record.region is not None
                 for piece, part in _pieces(record.region, _bytes(record.source, record.start, record.end)):
                     piece.copy_(part, non_blocking=True)
-        flight.left = self.mark(self._out)
+        flight.left = self.mark(self._out) if self.timed else self._out.record_event()
         return flight
 
     def retire(self, flight: Flight) -> None:
@@ -126,9 +127,12 @@ class Transfers:
     def copy_in(self, records: Sequence[Record], stream: torch.Stream) -> Load:
         """Bring the bytes of `records` back, into memory of `stream`."""
         load = Load(stream)
-        targets = [torch.empty(record.end - record.start, dtype=torch.uint8, device=self.device) for record in records]
+        # In the backward of a custom function another stream may be the current one.
+        with nullcontext() if current_stream(self.device.index) == stream else stream:
+            sizes = [record.end - record.start for record in records]
+            targets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self.wait(self._into, stream.record_event(), "allocated")
-        load.started = self.mark(self._into)
+        load.started = self.mark(self._into) if self.timed else None
         with self._into:
             for record, target in zip(records, targets, strict=True):
                 assert record.region is not None
@@ -137,14 +141,17 @@ class Transfers:
                 record.loaded = target
                 record.load = load
                 load.copied += target.numel()
-        load.arrived = self.mark(self._into)
+        load.arrived = self.mark(self._into) if self.timed else self._into.record_event()
         return load
 
     def await_load(self, load: Load) -> None:
-        """Hold the stream that computes until the load has arrived."""
+        """Hold the stream that computes until the load has arrived, and the current one, should that be another."""
         if not load.awaited:
             load.awaited = True
             self._hold(load.stream, load.arrived, "arrived")
+        stream = current_stream(self.device.index)
+        if stream != load.stream:
+            self.wait(stream, load.arrived, "arrived")
 
     def give_up(self, record: Record) -> None:
         """Give up what was brought back for `record`, used or not."""

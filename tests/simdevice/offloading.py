@@ -39,7 +39,7 @@ class Offloaded(Trained):
         return {
             "bytes on the device": engine.resident_bytes,
             "bytes on the host": engine.host.booked_bytes,
-            "records": len(engine._outbound._records),
+            "records": len(engine._outbound._alive),
             "flights": len(engine._outbound._flights),
         }
 
