@@ -1,5 +1,7 @@
 """`--ckpt.*` flags for any LightningCLI."""
 
+import dataclasses
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +12,7 @@ from typing_extensions import override
 
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor import callbacks_of
+from lightning_ckpt.offload import OffloadError, OffloadOptions
 from lightning_ckpt.selection import SelectionError
 
 _KEY = "ckpt"
@@ -47,8 +50,11 @@ class CheckpointCLIMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
-        except SelectionError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
-            self.parser.error(str(error))  # type: ignore[attr-defined]
+        except ValueError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
+            sentence = str(error) if isinstance(error, (SelectionError, OffloadError)) else _own_sentence(error)
+            if sentence is None:
+                raise
+            self.parser.error(sentence)  # type: ignore[attr-defined]
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add LightningCLI's own arguments, then the `--ckpt.*` flags."""
@@ -62,6 +68,13 @@ class CheckpointCLIMixin:
         if is_overridden("configure_callbacks", self.model, pl.LightningModule):  # type: ignore[attr-defined]
             callbacks_of(trainer).insert(0, _ReplacedFlags(callback))
         return trainer
+
+
+def _own_sentence(error: ValueError) -> str | None:
+    """What an offload option has to say, out of the list of types that jsonargparse has tried."""
+    options = "|".join(field.name for field in dataclasses.fields(OffloadOptions))
+    found = re.search(rf"`(?:{options})=.*", str(error))
+    return None if found is None else found[0].strip()
 
 
 class _ReplacedFlags(pl.Callback):

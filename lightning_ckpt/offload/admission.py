@@ -67,7 +67,7 @@ class Admission:
             return "other device"
         if tensor.is_leaf and tensor.requires_grad:  # a parameter, or an input that somebody takes gradients of
             return "parameter"
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return "layout"
         if tensor.is_conj() or tensor.is_neg():
             return "layout"
@@ -79,8 +79,10 @@ class Admission:
         return None
 
     def _is_form_of_parameter(self, tensor: Tensor) -> bool:
-        base = tensor._base if tensor._is_view() else tensor
-        if isinstance(base, nn.Parameter):
+        base = tensor._base
+        if base is None:
+            base = tensor
+        elif isinstance(base, nn.Parameter):
             return True
         if tensor.dtype in self._types:  # no cast, so it would have been a view
             return False
@@ -95,12 +97,7 @@ class Admission:
                 return False
             node = node.next_functions[0][0]
         # What autocast makes of a frozen weight leaves no trace but its shape.
-        return (
-            base is not None
-            and base.dtype in _AUTOCAST_TYPES
-            and not base.requires_grad
-            and base.shape in self._frozen_shapes
-        )
+        return base.dtype in _AUTOCAST_TYPES and not base.requires_grad and base.shape in self._frozen_shapes
 
 
 def _identities(tensor: Tensor) -> Iterator[int]:

@@ -159,6 +159,9 @@ class OffloadEngine:
 
     def pack(self, tensor: Tensor) -> Handle:
         """Keep `tensor` for backward; what autograd is given in its place."""
+        kind = type(tensor)
+        if kind is nn.Parameter:
+            return self._stay(tensor, "parameter")
         if self._closed:
             return self._stay(tensor, "closed")
         if current_backward() != -1:
@@ -166,9 +169,6 @@ class OffloadEngine:
         if self._has_several_streams or current_stream(self.device.index) != self._stream:
             self._find_several_streams()
             return self._stay(tensor, "several streams")
-        kind = type(tensor)
-        if kind is nn.Parameter:
-            return self._stay(tensor, "parameter")
         if kind is not Tensor:
             return self._pack_subclass(tensor)
         try:
@@ -182,7 +182,7 @@ class OffloadEngine:
         probe = tensor.detach()
         probe.data = self._blank
         storage = tensor.untyped_storage()
-        start, end = extent(tensor)
+        start, end = extent(tensor, storage)
         outbound = self._outbound
         with self._guard as entered:
             if not entered:
@@ -191,14 +191,18 @@ class OffloadEngine:
             group = outbound.group(self._stream)
             holder = outbound.find(storage)
             if holder is None or not holder.record.serves(storage, probe, start, end):
-                holder = Holder(Record(self, storage, probe, group.number))
-                outbound.add(holder.record, group)
-            elif holder.record.last_group != group.number:
-                group.add(holder.record, is_new=False)
-                holder.record.last_group = group.number
-            holder.record.include(start, end, tensor.nbytes)
+                record = Record(self, storage, probe, group.number)
+                holder = Holder(record)
+                outbound.add(record, group)
+            else:
+                record = holder.record
+                if record.last_group != group.number:
+                    group.add(record, is_new=False)
+                    record.last_group = group.number
+            record.include(start, end, tensor.nbytes)
             handle = Moved(tensor, probe, holder, group)
-            outbound.cut(group)
+            if outbound.is_full:
+                outbound.cut(group)
         return handle
 
     def _pack_subclass(self, tensor: Tensor) -> Handle:

@@ -133,17 +133,19 @@ class Order:
 
     def following(self, group: Group) -> Iterator[Group]:
         """The groups that backward needs after `group`, nearest first: as in the last step, else in reverse."""
-        run: Run | None = group.run
-        key: Key | None = group.key
-        seen = {group}
-        while run is not None and key is not None:
-            if key in self._next:
-                key, distance = self._next[key]
-                run = self._runs.get(run.number + distance)
-            else:
-                key = run.before(key)
-            found = run.get(key) if run is not None and key is not None else None
-            if found is None or found in seen:
-                return
-            seen.add(found)
-            yield found
+        run, key = group.run, group.key
+        seen = {(run, key)}
+        while (place := self._after(run, key)) is not None and place not in seen:
+            seen.add(place)
+            run, key = place
+            found = run.get(key)
+            if found is not None:  # else its backward is over, or never comes
+                yield found
+
+    def _after(self, run: Run, key: Key) -> tuple[Run, Key] | None:
+        if key in self._next:
+            following, distance = self._next[key]
+            other = self._runs.get(run.number + distance)
+            return None if other is None else (other, following)
+        before = run.before(key)
+        return None if before is None else (run, before)

@@ -38,8 +38,8 @@ class Guard:
     ) -> None:
         if self._depth:
             self._depth -= 1
-            return
-        self.leave()
+        else:
+            self.leave()
 
     def try_enter(self) -> bool:
         """Enter if nobody is inside, without waiting."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+_CACHED_VIEWS = 8192  # steps repeat, and a view costs as much as finding room for it
 GRANULE = 4096  # bytes; records begin and end on multiples of it
 _GRANULE_BITS = GRANULE.bit_length() - 1
 _START_BITS = 44  # of a hole's key, below its size; in granules, so 64 PiB of slabs
@@ -161,6 +162,7 @@ class HostMemory:
         self._slab_bits = slab_bytes.bit_length() - 1
         self._on_pageable = on_pageable
         self._slabs: list[Tensor] = []
+        self._cache: dict[tuple[int, int], Tensor] = {}
         self._holes = _Holes(slab_bytes // GRANULE)
 
     def take(self, nbytes: int) -> Region | None:
@@ -209,18 +211,24 @@ class HostMemory:
         self._holes.closed = True
         self._holes = _Holes(self._slab_bytes // GRANULE)
         self._slabs = []
+        self._cache.clear()
         self.booked_bytes = self.locked_bytes = 0
 
     def _views(self, spans: list[tuple[int, int]], nbytes: int) -> list[Tensor]:
         """The bytes of the spans; of the last one, only those that the record fills."""
-        slabs, bits, inside = self._slabs, self._slab_bits, self._slab_bytes - 1
+        slabs, bits, inside, cache = self._slabs, self._slab_bits, self._slab_bytes - 1, self._cache
         views = []
         for start, size in spans:
             address = start << _GRANULE_BITS
             length = min(size << _GRANULE_BITS, nbytes)
             nbytes -= length
             offset = address & inside
-            views.append(slabs[address >> bits][offset : offset + length])
+            view = cache.get((address, length))
+            if view is None:
+                view = slabs[address >> bits][offset : offset + length]
+                if len(cache) < _CACHED_VIEWS:
+                    cache[address, length] = view
+            views.append(view)
         return views
 
     def _grow(self, missing: int) -> bool:

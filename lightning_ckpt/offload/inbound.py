@@ -113,7 +113,8 @@ class Inbound:
         """Hold the device until `record` is there."""
         assert record.load is not None
         self._transfers.await_load(record.load)
-        self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward=True)
+        if self._transfers.waits:
+            self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward=True)
         record.used = True
 
     def _give_up(self, records: Iterable[Record]) -> None:

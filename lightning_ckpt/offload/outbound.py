@@ -71,6 +71,7 @@ class Outbound:
         self._alive: dict[int, Record] = {}
         self._records: dict[int, Record] = {}
         self._flights: deque[Flight] = deque()
+        self._inflight_bytes = 0
         self._group: Group | None = None
         self._announced = _NOWHERE
         self._part_of: Group | None = None
@@ -125,12 +126,16 @@ class Outbound:
         self._gathered += record.nbytes
         group.add(record, is_new=True)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the group that is open has become large."""
+        return self._gathered >= self._part_bytes
+
     def cut(self, group: Group) -> None:
-        """Close the group if it has become large."""
-        if self._gathered >= self._part_bytes:
-            self.boundary(group.key[0], starts_layer=True, stream=group.stream)
-            if group.layer:  # else nobody has said where layers begin, and parts have to do
-                self._part_of = group
+        """Close the group and go on with another part of it."""
+        self.boundary(group.key[0], starts_layer=True, stream=group.stream)
+        if group.layer:  # else nobody has said where layers begin, and parts have to do
+            self._part_of = group
 
     def _close_group(self) -> None:
         group, self._group = self._group, None
@@ -148,10 +153,11 @@ class Outbound:
         elif records := self._with_host_memory(records):
             flight = self._transfers.copy_out(records, group.stream)
             self._flights.append(flight)
+            self._inflight_bytes += flight.nbytes
             self._ledger.step.out_bytes += flight.copied
             if timeline is not None:
                 timeline.flights.append(flight)
-        while sum(flight.nbytes for flight in self._flights) > self.max_inflight_bytes:
+        while self._inflight_bytes > self.max_inflight_bytes:
             self._retire(self._flights.popleft())
 
     def _reason_to_stay(self, group: Group) -> str | None:
@@ -188,8 +194,10 @@ class Outbound:
 
     def _retire(self, flight: Flight, in_backward: bool = False) -> None:
         self._transfers.retire(flight)
+        self._inflight_bytes -= flight.nbytes
         self._ledger.resident_bytes -= flight.nbytes
-        self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward)
+        if self._transfers.waits:
+            self._ledger.note_waits(self._transfers.waits, self._planner.timeline, in_backward)
 
     def follow_backward(self, group: Group) -> None:
         """Backward of `group` begins: give up what was still under way when its own backward used it.

@@ -7,6 +7,7 @@ be kept true.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ class Record:
         self.stays = False
         self.first_group = group
         self.last_group = group
-        self.holder: _HolderReference
+        self.holder: Callable[[], Holder | None] = _nobody
 
     def serves(self, storage: torch.UntypedStorage, probe: Tensor, start: int, end: int) -> bool:
         """Whether another tensor on the same storage may share this record: its bytes are the same, and all there."""
@@ -99,16 +100,16 @@ class Record:
             self._probe._version == self._version == probe._version
             and self.nbytes == storage.nbytes()
             and (self.region is None or (self.start <= start and end <= self.end))
-            and _share_version_counter(self._probe, probe)
+            # Without any change in place, it does not matter whose count it is.
+            and (self._version == 0 or _share_version_counter(self._probe, probe))
         )
 
     def include(self, start: int, end: int, nbytes: int) -> None:
         """Add a tensor that looks at `nbytes` between `start` and `end`."""
         self.viewed += nbytes
         if self.region is None:
-            start = start // _ALIGNMENT * _ALIGNMENT
             if start < self.start:
-                self.start = start
+                self.start = start // _ALIGNMENT * _ALIGNMENT
             if end > self.end:
                 self.end = end
 
@@ -140,35 +141,26 @@ class Record:
 
 
 class Holder:
-    """Owned by the handles of one storage together: when it dies, so has the last of them."""
+    """Owned by the handles of one storage together: when it dies, so has the last of them.
+
+    The engine is told by a weak reference's callback, in any thread, at any moment, perhaps amid its own work. By then
+    nobody can get hold of the record any more, which `__del__` would not guarantee.
+    """
 
     __slots__ = ("__weakref__", "record")
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        record.holder = _HolderReference(self)
+        record.holder = weakref.ref(self, partial(_tell_engine, record))
 
 
-class _HolderReference(weakref.ref[Holder]):
-    """Tells the engine of the end of its record: in any thread, at any moment, perhaps amid the engine's own work.
-
-    A callback instead of `__del__`: by the time it is called, nobody can get hold of the record any more.
-    """
-
-    __slots__ = ("record",)
-    record: Record
-
-    def __new__(cls, holder: Holder) -> "_HolderReference":
-        reference = super().__new__(cls, holder, _tell_engine)
-        reference.record = holder.record
-        return reference
-
-    def __init__(self, holder: Holder) -> None:
-        super().__init__(holder, _tell_engine)  # type: ignore[call-arg]
+def _tell_engine(record: Record, reference: Any) -> None:
+    record.holder = _nobody  # else the record would hold itself
+    record.engine.bury(record)
 
 
-def _tell_engine(reference: Any) -> None:
-    reference.record.engine.bury(reference.record)
+def _nobody() -> None:
+    return None
 
 
 class Moved:
@@ -211,7 +203,7 @@ class Kept:
         # Detached: a graph that holds its own output through a hook is a cycle that is never collected. A parameter
         # hangs on no graph, and whoever takes its memory away before backward gives other memory to the parameter.
         self.value = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
-        self.version = -1 if self.value.is_inference() else self.value._version
+        self.version = tensor._version
         self.reason = reason
 
     def tensor(self) -> Tensor:
@@ -223,7 +215,7 @@ class Kept:
     @property
     def is_changed(self) -> bool:
         """Whether it was changed in place since."""
-        return self.version >= 0 and self.value._version != self.version
+        return self.value._version != self.version
 
     @property
     def on_device(self) -> list[Tensor]:
@@ -275,12 +267,28 @@ def restore(handle: Moved, storage: torch.UntypedStorage, start: int) -> Tensor:
 
     It counts changes together with the tensor that was saved, as what autograd saves itself does.
     """
-    restored = torch.empty(0, dtype=handle.dtype, device=storage.device)
+    restored = _blank(handle.dtype, storage.device)
     offset = handle.offset - start // restored.element_size() if start else handle.offset
     restored.set_(storage, offset, handle.size, handle.stride)
     tensor = handle.probe.detach()
     tensor.data = restored
     return tensor
+
+
+_blanks: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _blank(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new empty tensor, at half the cost of `torch.empty`."""
+    blank = _blanks.get((dtype, device))
+    if blank is None:
+        blank = _blanks[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return blank.new()
+
+
+def flat_bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
+    """The bytes of a storage from `start` to `end`."""
+    return _blank(torch.uint8, storage.device).set_(storage, start, (end - start,), (1,))
 
 
 def _share_version_counter(one: Tensor, other: Tensor) -> bool:
@@ -292,12 +300,13 @@ def _share_version_counter(one: Tensor, other: Tensor) -> bool:
     return shared
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
     """First byte of its storage that a strided tensor looks at, and the byte after the last one."""
+    nbytes = tensor.nbytes
+    if nbytes == storage.nbytes() and tensor.is_contiguous():
+        return 0, nbytes
     size = tensor.element_size()
     first = int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        return first * size, (first + tensor.numel()) * size
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * size, (first + reach + 1) * size
 

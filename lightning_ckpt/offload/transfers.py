@@ -9,7 +9,7 @@ compute.
 All waits go through `Transfers.wait`, so that a test can leave one out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ckpt.offload.device import current_stream
 from lightning_ckpt.offload.host_memory import Region
-from lightning_ckpt.offload.records import Record
+from lightning_ckpt.offload.records import Record, flat_bytes
 
 
 class Flight:
@@ -34,13 +34,19 @@ class Flight:
 
     def __init__(self, records: Sequence[Record], stream: torch.Stream) -> None:
         self.stream = stream
-        self.nbytes = sum(record.nbytes for record in records)
-        self.copied = sum(record.end - record.start for record in records)
+        self.nbytes = 0
+        self.copied = 0
         self.started: torch.Event | None = None
         self.left: torch.Event
         self.overtaken = 0
         self._records = records
-        self._sources = [record.source for record in records]  # alive until they have left, whatever autograd drops
+        self._sources: list[torch.UntypedStorage] = []  # alive until they have left, whatever autograd drops
+
+    def add(self, record: Record, source: torch.UntypedStorage) -> None:
+        """The bytes of a record, which are in `source`, leave with it."""
+        self.nbytes += record.nbytes
+        self.copied += record.end - record.start
+        self._sources.append(source)
 
     def is_needed(self) -> bool:
         """Whether backward may still ask for one of them."""
@@ -114,7 +120,8 @@ class Transfers:
             for record in records:
                 assert record.source is not None
                 assert record.region is not None
-                for piece, part in _pieces(record.region, _bytes(record.source, record.start, record.end)):
+                flight.add(record, record.source)
+                for piece, part in _pieces(record.region, flat_bytes(record.source, record.start, record.end)):
                     piece.copy_(part, non_blocking=True)
         flight.left = self.mark(self._out) if self.timed else self._out.record_event()
         return flight
@@ -173,12 +180,7 @@ class Transfers:
         self.waits.append((before, self.mark(stream)))
 
 
-def _bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
-    blank = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return blank.set_(storage, start, (end - start,), (1,))
-
-
-def _pieces(region: Region, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(region: Region, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     if len(region.pieces) == 1:
-        return iter([(region.pieces[0], flat)])
+        return ((region.pieces[0], flat),)
     return zip(region.pieces, flat.split([piece.numel() for piece in region.pieces]), strict=True)
