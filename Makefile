@@ -9,8 +9,10 @@ PYTEST_ARGS ?=
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# The simulated device is registered for a whole process, so its tests have one of their own.
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/simdevice $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

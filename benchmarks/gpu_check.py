@@ -1052,7 +1052,7 @@ class LargeCase:
         if way.engine is None or offload is None:
             return row
         metrics = [step.offload.metrics() for step in steps if step.offload is not None]
-        stayed = {name for name, _ in way.engine.staying} & set(way.layers)
+        stayed = {key[0] for key in way.engine.staying} & set(way.layers)
         reasons = ", ".join(f"{reason} {format_cell(nbytes / MIB)}" for reason, nbytes in offload.stayed_bytes.items())
         return row | {
             "out MiB": metrics[-1]["offload/out_MiB"],
