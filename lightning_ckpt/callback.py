@@ -19,7 +19,7 @@ from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
 from lightning_ckpt.setup_shim import before_setup, forget
-from lightning_ckpt.strategies import has_stepped, local_ranks
+from lightning_ckpt.strategies import has_stepped, local_ranks, note_step
 
 
 class ActivationCheckpointing(pl.Callback):
@@ -232,7 +232,7 @@ class ActivationCheckpointing(pl.Callback):
     ) -> None:
         stepped = not trainer.fit_loop._should_accumulate() and has_stepped(trainer)
         if self.offload_engine is not None and stepped:
-            self.offload_engine.step_done()
+            note_step(repr(self), self.offload_engine)
         if self._recomputed and not self._reported:
             self._reported = True
             self._report_first_batch()

@@ -91,7 +91,8 @@ class StepMonitor(pl.Callback):
     - ``offload/out_MiB``, ``offload/in_MiB``: bytes copied to the host and back, in MiB.
     - ``offload/resident_MiB``: saved activations still on the device when backward begins, in MiB: the last layers,
       those that the link cannot hide, and what is under way. Tensors too small to travel are not counted.
-    - ``offload/stayed_MiB``: the part of them that was to stay (see ``offload/resident_MiB``), in MiB.
+    - ``offload/stayed_last_MiB``, ``offload/stayed_unhidden_MiB``, ``offload/stayed_budget_MiB``: what was to stay, in
+      MiB: the last layers, what the link cannot hide, and what the host has no room for.
     - ``offload/forward_wait_ms``, ``offload/backward_wait_ms``: time for which the device waited for copies, in ms.
     - ``offload/host_MiB``: activations in host memory when backward begins, in MiB.
     - ``offload/host_locked_MiB``: host memory set aside for them, in MiB.

@@ -23,6 +23,7 @@ from lightning_ckpt.selection.detect import find_layers
 from lightning_ckpt.selection.modules import outermost
 from lightning_ckpt.selection.summary import shorten_names
 
+_DESCRIBED_STEP = 3  # the first one in which everything is as it will be, but for what the link cannot hide
 _STATELESS_STEPS = 10  # after so many, an optimizer without a state has none
 
 
@@ -116,7 +117,7 @@ class OffloadMixin:
         """The optimizer's step."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self.offload_engine is not None and has_stepped(self.lightning_module.trainer):  # type: ignore[attr-defined]
-            self.offload_engine.step_done()
+            note_step(type(self).__name__, self.offload_engine)
         return result
 
     def teardown(self) -> None:
@@ -195,6 +196,13 @@ class OffloadDeepSpeedStrategy(OffloadMixin, DeepSpeedStrategy):
 def local_ranks(trainer: pl.Trainer) -> int:
     """Processes of this training on this machine."""
     return max(1, int(getattr(trainer.strategy, "num_processes", 1)))
+
+
+def note_step(name: str, engine: OffloadEngine) -> None:
+    """Count an optimizer step, and say once what offload does."""
+    engine.step_done()
+    if engine.steps == _DESCRIBED_STEP:
+        rank_zero_info(f"{name}: in a step, {engine.describe()}.")
 
 
 def has_stepped(trainer: pl.Trainer) -> bool:

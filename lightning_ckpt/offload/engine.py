@@ -315,6 +315,15 @@ class OffloadEngine:
         self._ledger.steps += 1
         self._planner.watch_room(self.device)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._ledger.steps
+
+    def describe(self) -> str:
+        """What travels in a step and what stays, and why, in a sentence."""
+        return self._ledger.describe()
+
     def take_statistics(self) -> StepStatistics:
         """What offload did since this was called last."""
         with self._guard:

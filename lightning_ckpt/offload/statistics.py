@@ -1,11 +1,12 @@
 """What offload does: sums that go on, and those of one optimizer step."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from lightning_ckpt.offload.timeline import Pair, Timeline
 
 _MIB = 2**20
+_MOST_WAITS = 4096
 
 
 @dataclass
@@ -22,7 +23,8 @@ class StepStatistics:
         late_allocations: times that host memory had to be allocated after the first steps.
         stayed: saved tensors that stayed on the device, by reason.
         stayed_bytes: bytes of large enough storages that stayed on the device, by reason.
-        forward_waits: pairs of events around each wait of the device for a copy, in forward.
+        forward_waits: pairs of events around each wait of the device for a copy, in forward; the latest ones, if nobody
+            asks for them.
         backward_waits: the same in backward.
     """
 
@@ -34,8 +36,8 @@ class StepStatistics:
     late_allocations: int = 0
     stayed: Counter[str] = field(default_factory=Counter)
     stayed_bytes: Counter[str] = field(default_factory=Counter)
-    forward_waits: list[Pair] = field(default_factory=list)
-    backward_waits: list[Pair] = field(default_factory=list)
+    forward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
+    backward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
 
     @property
     def has_passed(self) -> bool:
@@ -51,7 +53,9 @@ class StepStatistics:
             "offload/host_MiB": self.host_bytes / _MIB,
             "offload/host_locked_MiB": self.locked_bytes / _MIB,
             "offload/late_allocations": float(self.late_allocations),
-            "offload/stayed_MiB": sum(self.stayed_bytes.values()) / _MIB,
+            "offload/stayed_last_MiB": self.stayed_bytes["last"] / _MIB,
+            "offload/stayed_unhidden_MiB": self.stayed_bytes["not hidden"] / _MIB,
+            "offload/stayed_budget_MiB": self.stayed_bytes["host budget"] / _MIB,
             "offload/forward_wait_ms": sum(start.elapsed_time(end) for start, end in self.forward_waits),
             "offload/backward_wait_ms": sum(start.elapsed_time(end) for start, end in self.backward_waits),
         }
@@ -70,6 +74,7 @@ class Ledger:
         self.steps = 0
         self.resident_bytes = 0
         self.step = StepStatistics()
+        self._taken_at = 0
 
     def stays(self, reason: str, nbytes: int = 0) -> None:
         """A tensor stays on the device, with a storage of `nbytes` if that would be large enough to travel."""
@@ -95,4 +100,18 @@ class Ledger:
     def take(self) -> StepStatistics:
         """The statistics of the step, which is over."""
         taken, self.step = self.step, StepStatistics()
+        self._taken_at = self.steps
         return taken
+
+    def describe(self) -> str:
+        """What travels in a step and what stays, and why, in a sentence."""
+        steps = max(1, self.steps - self._taken_at)
+        sizes, counts = self.step.stayed_bytes, self.step.stayed
+        stayed = [f"{nbytes / steps / _MIB:.1f} MiB ({reason})" for reason, nbytes in sizes.most_common()]
+        stayed += [
+            f"{count // steps} tensors ({reason})" for reason, count in counts.most_common() if not sizes[reason]
+        ]
+        return (
+            f"{self.step.out_bytes / steps / _MIB:.1f} MiB travel to the host and "
+            f"{self.step.in_bytes / steps / _MIB:.1f} back; on the device stay {', '.join(stayed) or 'none'}"
+        )

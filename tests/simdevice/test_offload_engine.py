@@ -10,7 +10,6 @@ from torch import nn
 
 import lightning_ckpt.offload.outbound as outbound_module
 from lightning_ckpt.offload import OffloadEngine, OffloadOptions
-from lightning_ckpt.offload.host_memory import HostMemory
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -305,16 +304,22 @@ def test_a_budget_that_is_shared_by_the_ranks_of_a_machine():
 
 
 def test_pageable_memory_where_pinning_fails():
-    class Refusing(HostMemory):
-        """As on a machine whose limit on locked memory is low."""
-
-        def _allocate_pinned(self):
-            raise RuntimeError("CUDA error: out of memory")
-
-    said = []
-    host = HostMemory(None, pin=False, on_pageable=said.append)
     expected = train(SCENARIOS["plain_steps"], Trained())
-    assert train(SCENARIOS["plain_steps"], Offloaded(host=host), "random", 2).equals(expected)
+    backend.set_pinned_limit(0)
+    run = train(SCENARIOS["plain_steps"], Offloaded(), "random", 2)
+    backend.set_pinned_limit()
+    assert run.equals(expected)
+    assert not run.engine.host.pinned
+    assert len(run.said) == 1
+    assert "pin" in run.said[0]
+
+
+def test_what_travels_and_what_stays_is_described():
+    run = train(SCENARIOS["plain_steps"], Offloaded())
+    described = run.engine.describe()
+    assert "MiB travel to the host" in described
+    assert "MiB (last)" in described
+    assert "tensors (parameter)" in described
 
 
 def test_nothing_is_allocated_after_the_first_steps():

@@ -210,7 +210,9 @@ def test_the_curves(tmp_path, way):
         "offload/out_MiB",
         "offload/in_MiB",
         "offload/resident_MiB",
-        "offload/stayed_MiB",
+        "offload/stayed_last_MiB",
+        "offload/stayed_unhidden_MiB",
+        "offload/stayed_budget_MiB",
         "offload/forward_wait_ms",
         "offload/backward_wait_ms",
         "offload/host_MiB",
@@ -265,6 +267,14 @@ def test_a_device_that_shares_its_memory_with_the_host_is_left_alone(monkeypatch
         assert_same(fit(Training(), callbacks=[ActivationCheckpointing(offload=True)]), expected)
     said = [record.message for record in caplog.records if "shares its memory" in record.message]
     assert len(said) == 2
+
+
+def test_what_offload_does_is_said_once(caplog):
+    with caplog.at_level("INFO"):
+        fit(Training(), strategy=strategy(), max_epochs=3)
+    said = [record.message for record in caplog.records if "travel to the host and" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("OffloadStrategy: in a step, ")
 
 
 def test_by_its_name(sim):
