@@ -191,7 +191,7 @@ class OffloadEngine:
             group = outbound.group(self._stream)
             holder = outbound.find(storage)
             if holder is None or not holder.record.serves(storage, probe, start, end):
-                record = Record(self, storage, probe, group.number)
+                record = Record(self, storage, probe, group.number, not tensor.requires_grad)
                 holder = Holder(record)
                 outbound.add(record, group)
             else:

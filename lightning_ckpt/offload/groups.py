@@ -50,6 +50,10 @@ class Group:
         if is_new:
             self.nbytes += record.nbytes
 
+    def newest(self, count: int) -> list[Record]:
+        """The storages that were added last."""
+        return self._records[-count:]
+
     def records(self) -> list[Record]:
         """The storages that are still needed, in the order they were saved."""
         return [record for record in self._records if record.holder() is not None]

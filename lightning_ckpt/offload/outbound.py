@@ -17,6 +17,7 @@ from lightning_ckpt.offload.transfers import Flight, Transfers
 # what a forward pass saves, within limits that keep the cost of a part in proportion.
 _SHARE = 64
 _PART_BYTES = (2**20, 64 * 2**20)
+_OPERATOR_SAVES = 16  # storages that one operator saves, at most
 _WARM_UP = 3  # optimizer steps in which host memory may still grow
 
 
@@ -75,6 +76,7 @@ class Outbound:
         self._group: Group | None = None
         self._announced = _NOWHERE
         self._part_of: Group | None = None
+        self._held_back: list[Record] = []
         self._gathered = 0
         self._saved = 0
         self._part_bytes = _PART_BYTES[1]
@@ -92,6 +94,8 @@ class Outbound:
 
     def boundary(self, name: str, starts_layer: bool, stream: torch.Stream) -> None:
         """What is saved from now on belongs to another group."""
+        if self._held_back:
+            self.group(stream)
         self._close_group()
         self._part_of = None
         self._announced = _Announced(name, starts_layer, self._mark(stream))
@@ -110,6 +114,10 @@ class Outbound:
             else:
                 self._group = self.run.open(announced.name, announced.starts_layer, stream)
             self._gathered = 0
+            for record in self._held_back:
+                self._group.add(record, is_new=False)
+                record.last_group = self._group.number
+            self._held_back = []
             if self._planner.timeline is not None:
                 self._planner.timeline.begins(self._group, announced.mark or self._transfers.mark(stream))
         return self._group
@@ -132,8 +140,14 @@ class Outbound:
         return self._gathered >= self._part_bytes
 
     def cut(self, group: Group) -> None:
-        """Close the group and go on with another part of it."""
-        self.boundary(group.key[0], starts_layer=True, stream=group.stream)
+        """Close the group and go on with another part of it.
+
+        Unlike at the boundary of a layer, an operator may be at work, which has not filled yet what it has saved.
+        """
+        assert self._group is not None
+        self._held_back = [record for record in self._group.newest(_OPERATOR_SAVES) if record.may_be_blank]
+        self._close_group()
+        self._announced = _Announced(group.key[0], True, self._mark(group.stream))
         if group.layer:  # else nobody has said where layers begin, and parts have to do
             self._part_of = group
 
@@ -147,7 +161,8 @@ class Outbound:
         reason = self._reason_to_stay(group)
         if timeline is not None:
             timeline.ends(group, movable=reason in (None, "not hidden"))
-        records = [record for record in group.records() if record.waits_for_copy]
+        held_back = self._held_back
+        records = [record for record in group.records() if record.waits_for_copy and record not in held_back]
         if reason is not None:
             self._leave(records, reason)
         elif records := self._with_host_memory(records):
@@ -220,6 +235,7 @@ class Outbound:
             self._largest = [self._largest[1], 0]
             self._saved = 0
         self.run = self._group = self._part_of = None
+        self._held_back = []
         self._announced = _NOWHERE
 
     def end(self) -> None:

@@ -33,6 +33,8 @@ class Record:
         storage: the storage.
         probe: has the version counter of the tensor that was saved first.
         group: number of the group that saves it first, the last one to need it in backward.
+        may_be_blank: whether the operator that saves it may yet have to fill it, as it does with random noise; never
+            so for what depends on something that requires gradients.
 
     Attributes:
         identity: what identifies the storage; as long as the record exists, no other storage gets it.
@@ -63,6 +65,7 @@ class Record:
         "last_group",
         "load",
         "loaded",
+        "may_be_blank",
         "nbytes",
         "region",
         "source",
@@ -73,8 +76,11 @@ class Record:
         "viewed",
     )
 
-    def __init__(self, engine: "OffloadEngine", storage: torch.UntypedStorage, probe: Tensor, group: int) -> None:
+    def __init__(
+        self, engine: "OffloadEngine", storage: torch.UntypedStorage, probe: Tensor, group: int, may_be_blank: bool
+    ) -> None:
         self.engine = engine
+        self.may_be_blank = may_be_blank
         self._reference = StorageWeakRef(storage)
         self._probe = probe
         self._version = probe._version

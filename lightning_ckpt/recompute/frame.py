@@ -93,6 +93,7 @@ class Frame:
         self._slots: list[weakref.ref[Slot]] = []
         self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
         self._filled = 0
+        self._running = False
         self._written = False
         # Storages that autograd would have kept; noted only while somebody watches.
         self.unsaved = StorageSizes() if watched() else None
@@ -112,11 +113,13 @@ class Frame:
         tables = hook_tables(self._owner.inventory.inner_modules)
         outer = get_running()
         set_running(outer | {id(self._owner)})
+        self._running = True
         try:
             with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
                 return self._owner.run(*args, **kwargs)
         finally:
             set_running(outer)
+            self._running = False
 
     def learn(self) -> None:
         """Right after forward: see what the layer changed, and drop copies that are not needed."""
@@ -145,7 +148,8 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.value is None:
             # A layer that takes gradients in its forward waits for this thread: it must not wait for the layer.
-            with contextlib.nullcontext() if id(self._owner) in get_running() else self._owner.lock:
+            waits_for_us = self._running or id(self._owner) in get_running()
+            with contextlib.nullcontext() if waits_for_us else self._owner.lock:
                 if slot.value is None:
                     self._replay()
         if slot.value is None:

@@ -389,3 +389,18 @@ def convolutions(run: Trained) -> None:
         loss.backward()
         run.note(loss, *model.buffers())
         run.note_gradients(model)
+
+
+@scenario
+def tensors_that_are_filled_after_they_were_saved(run: Trained) -> None:
+    """RReLU saves its noise before it is drawn."""
+    block = lambda: nn.Sequential(nn.Linear(64, 64), nn.RReLU(), nn.Linear(64, 64), nn.RReLU())  # noqa: E731
+    model = run.model(seeded(lambda: nn.Sequential(*(block() for _ in range(3)))))
+    for step in range(3):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        torch.manual_seed(step)
+        with run.forward():
+            loss = model(x).square().mean()
+        loss.backward()
+        run.note(loss)
+        run.note_gradients(model)

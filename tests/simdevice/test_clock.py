@@ -224,6 +224,14 @@ def test_conversions(clock):
     assert clock.stream(side) == IN + OUT
 
 
+def test_conversions_that_block(clock):
+    """The host converts: what crosses the link is of the device's type."""
+    torch.zeros(250, dtype=torch.uint8, pin_memory=True).to("sim", torch.float32)
+    assert clock.now() == IN
+    torch.zeros(250, dtype=torch.uint8, pin_memory=True).copy_(torch.zeros(250, device="sim"))
+    assert clock.now() == IN + OUT
+
+
 def test_submissions_take_time_of_the_host(sim):
     sim.clock.configure(submit_s=0.5)
     sim.clock.spend(2)

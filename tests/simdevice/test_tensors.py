@@ -162,6 +162,31 @@ def test_generators(sim):
     assert torch.equal(*results)
 
 
+# ---------------------------------------------------------------- results
+
+
+def alike(call):
+    """The layout and the type of a result on both devices."""
+    results = [call(device) for device in ("cpu", "sim")]
+    assert torch.equal(results[0], results[1].cpu())
+    return len({(result.size(), result.stride(), result.dtype) for result in results}) == 1
+
+
+def test_results_are_not_mistaken(sim):
+    """What is known of an operator's results holds for the same sizes, strides, types and numbers only."""
+    for stop in (5.0, 7.0, 5):
+        assert alike(lambda device, stop=stop: torch.arange(0, stop, device=device))
+    for dtype in (torch.float32, torch.float64):
+        for other in (2.0, torch.tensor(2.0, dtype=torch.float64), 2):
+            assert alike(lambda device, dtype=dtype, other=other: torch.ones((), dtype=dtype, device=device) * other)
+    for view in (lambda x: x, lambda x: x.t(), lambda x: x[:1], lambda x: x[:2, :2]):
+        assert alike(lambda device, view=view: view(torch.ones(4, 4, device=device)) + 1)
+    for size in [(1, 4), (2, 2), (4, 1)]:
+        assert alike(lambda device, size=size: torch.ones(16, device=device).as_strided(size, (4, 1)) + 1)
+    for dims in ([0], [1], [0, 1]):
+        assert alike(lambda device, dims=dims: torch.ones(3, 4, device=device).sum(dims))
+
+
 # ---------------------------------------------------------------- operators that wait
 
 
@@ -262,6 +287,14 @@ def test_poison_spares_other_regions(sim, policy):
     assert slab.cpu().view(2, -1).mean(1).tolist() == [0, 1]
 
 
+def test_poison_spares_the_source_of_a_pending_copy(sim):
+    host = torch.ones(1000, pin_memory=True)
+    incoming = host.to("sim", non_blocking=True)
+    host.copy_(torch.zeros(1000, device="sim"), non_blocking=True)
+    assert incoming.eq(1).all()
+    assert host.eq(0).all()
+
+
 def test_poison_of_a_pending_copy_spares_other_regions(sim):
     slab = torch.ones(2000, pin_memory=True)
     tensor = torch.zeros(1000, device="sim")
@@ -308,12 +341,12 @@ def test_strict_free(sim, strict):
 
 def test_pinned_memory(sim):
     kept, held = sim.pinned_bytes()[0], sim.pinned_held()  # by tensors of other tests
-    tensors = [torch.empty(1000, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    tensors = [torch.empty(600, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     assert sim.pinned_bytes() == (kept + 2048, kept + 2048)
     del tensors
     assert sim.pinned_bytes() == (kept, kept + 2048)
     assert sim.pinned_held() == held + 2048
-    torch.empty(600, dtype=torch.uint8, pin_memory=True)
+    torch.empty(1000, dtype=torch.uint8, pin_memory=True)
     counts = sim.counts()
     assert [counts[name] for name in ("pinned_requests", "pinned_os_allocations", "pinned_os_bytes")] == [3, 2, 2048]
     accelerator.empty_host_cache()
@@ -330,6 +363,21 @@ def test_pinned_memory_is_not_reused_too_early(sim):
     accelerator.synchronize()
     kept = [torch.empty(256, pin_memory=True) for _ in range(2)]
     assert address in [tensor.data_ptr() for tensor in kept]
+
+
+def test_pinned_memory_that_is_reused_forgets(sim):
+    """Its allocator hands memory out once the streams are through with it: nothing is left to wait for."""
+    sim.configure("eager")
+    tensors = torch.ones(2, 256, device="sim")
+    streams = side_stream(), side_stream()
+    addresses = []
+    for stream, tensor in zip(streams, tensors, strict=True):
+        host = torch.empty(256, pin_memory=True)
+        addresses.append(host.data_ptr())
+        with stream:
+            host.copy_(tensor, non_blocking=True)
+        del host
+    assert addresses[0] == addresses[1]
 
 
 def test_limits(sim):
