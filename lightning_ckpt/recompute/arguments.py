@@ -155,12 +155,13 @@ class Arguments:
             if _version(tensor) != version
         ]
         changed += [(name, shape) for name, shape, handle in self._handed_over if handle.is_changed]
-        for name, shape in changed:
-            return (
-                f"got argument `{name}` of shape {tuple(shape)}, which was modified by an inplace operation "
-                "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
-            )
-        return None
+        if not changed:
+            return None
+        name, shape = changed[0]
+        return (
+            f"got argument `{name}` of shape {tuple(shape)}, which was modified by an inplace operation "
+            "before backward. Pass a clone, or change it out of place (`x = x + y`, not `x += y`)."
+        )
 
     def for_replay(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for one replay: fresh containers, since a replay may change them, and aliases of activations.
