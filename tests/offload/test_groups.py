@@ -129,7 +129,7 @@ class NoEngine:
 def saved(group: Group, nbytes: int) -> Holder:
     """What handles of a storage own that `group` saves."""
     storage = torch.empty(nbytes, dtype=torch.uint8)
-    return Holder(Record(NoEngine(), storage.untyped_storage(), storage.detach(), group.number))
+    return Holder(Record(NoEngine(), storage.untyped_storage(), storage.detach(), group.number, may_be_blank=False))
 
 
 def test_the_first_group_to_save_a_storage_counts_its_bytes():
