@@ -89,6 +89,11 @@ std::map<StreamId, size_t> pending() {
   return sizes;
 }
 
+std::pair<size_t, size_t> pinned_bytes() {
+  Lock lock;
+  return {state().pinned_now, state().pinned_peak};
+}
+
 std::vector<std::string> trace_lines(bool on) {
   Lock lock;
   state().tracing = on;
@@ -226,7 +231,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", reading([](State& device) { return device.counts; }), no_gil);
   m.def("clear_counts", &clear_counts, no_gil);
   m.def("pending", &pending, no_gil);
-  m.def("pinned_bytes", reading([](State& device) { return std::pair(device.pinned_now, device.pinned_peak); }), no_gil);
+  m.def("pinned_bytes", &pinned_bytes, no_gil);
   m.def("pinned_held", reading([](State& device) { return device.pinned_held; }), no_gil);
   m.def("trace", &trace_lines, no_gil);
   m.def("host_unsynced", &host_unsynced, no_gil);
