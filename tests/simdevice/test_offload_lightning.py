@@ -91,10 +91,10 @@ def strategy(**options):
     return OffloadStrategy(device=DEVICE, **{**SMALL, **options})
 
 
-def fit(module, strategy=None, callbacks=(), precision="32-true", **settings):
+def fit(module, strategy=None, callbacks=(), precision="32-true", rows=None, batch_size=2, **settings):
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 40, (8,), generator=generator) for _ in range(8)]
-    batches = torch.utils.data.DataLoader(rows, batch_size=2)
+    rows = rows or [torch.randint(0, 40, (8,), generator=generator) for _ in range(8)]
+    batches = torch.utils.data.DataLoader(rows, batch_size=batch_size)
     settings = {"max_epochs": 1, "limit_val_batches": 1, "logger": False, **settings}
     trainer = pl.Trainer(
         accelerator=SimAccelerator(),
@@ -243,6 +243,34 @@ def test_saved_memory_is_what_is_on_the_device(tmp_path):
     options = OffloadOptions(**SMALL, keep_last=0, max_inflight_bytes=0)
     both, _ = saved("both", callbacks=[ActivationCheckpointing(offload=options)])
     assert both < recomputed
+
+
+@pytest.mark.parametrize("way", ["strategy", "strategy, what the link hides", "callback"])
+def test_a_model_that_does_not_fit_trains(sim, way):
+    class Long(Training):
+        def __init__(self):
+            super().__init__()
+            self.model = Model(layers=10, width=64, length=64)
+
+    def train(**settings):
+        module = Long()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        generator = torch.Generator().manual_seed(1)
+        rows = [torch.randint(0, 40, (64,), generator=generator) for _ in range(24)]
+        return fit(module, rows=rows, batch_size=8, limit_val_batches=0, **settings)
+
+    sim.configure("copy_first")
+    expected = train()
+    plain = torch.accelerator.max_memory_allocated()
+    train(**WAYS[way]())
+    needed = torch.accelerator.max_memory_allocated()
+    assert needed < 0.8 * plain
+    torch.accelerator.empty_cache()
+    sim.set_limit((needed + plain) // 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        train()
+    assert_same(train(**WAYS[way]()), expected)
 
 
 def test_one_engine_serves_both_doors_and_nothing_is_moved_twice(tmp_path, recwarn):
