@@ -9,9 +9,7 @@ from torch import Tensor, nn
 _FORMS = {
     "AliasBackward0",
     "AsStridedBackward0",
-    "DetachBackward0",
     "ExpandBackward0",
-    "NarrowBackward0",
     "PermuteBackward0",
     "ReshapeAliasBackward0",
     "SelectBackward0",

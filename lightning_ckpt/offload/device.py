@@ -15,7 +15,7 @@ def why_not(device: torch.device) -> str | None:
 
     Example::
 
-        reason = why_not(torch.device("cpu"))   # 'the CPU has no memory of its own to save'
+        why_not(torch.device("cpu"))   # 'there is no accelerator, so saved activations are in host memory already'
     """
     if device.type in ("cpu", "meta") or torch.accelerator.current_accelerator() is None:
         return "there is no accelerator, so saved activations are in host memory already"

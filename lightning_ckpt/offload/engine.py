@@ -56,13 +56,16 @@ class OffloadEngine:
     Example::
 
         engine = OffloadEngine(torch.device("cuda"))
-        boundaries = attach_boundaries(model, list(model.layers), engine)
+        engine.learn(model)
+        boundaries = Boundaries(model, {f"layer {i}": layer for i, layer in enumerate(model.layers)}, engine)
         for batch in batches:
             with engine.forward():
                 loss = model(batch).mean()
             loss.backward()
             optimizer.step()
             engine.step_done()
+        boundaries.remove()
+        engine.close()
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class OffloadEngine:
 
     def _stay(self, tensor: Tensor, reason: str) -> Kept:
         self._ledger.stays(reason)
-        return Kept(tensor, reason)
+        return Kept(tensor)
 
     def _find_several_streams(self) -> None:
         if not self._has_several_streams:
@@ -246,7 +249,8 @@ class OffloadEngine:
         with self._guard as entered:
             if not entered:
                 raise RuntimeError(
-                    "A finalizer runs a backward in the middle of another one, while activations travel."
+                    "A finalizer (`__del__`) runs a backward while activations are being moved. Run it outside of the "
+                    "finalizer, or keep the object alive until the training step is over."
                 )
             self._reap()
             if handle.is_changed:

@@ -120,11 +120,6 @@ class Record:
                 self.end = end
 
     @property
-    def is_dead(self) -> bool:
-        """Whether the last tensor on it is gone."""
-        return self.holder() is None
-
-    @property
     def waits_for_copy(self) -> bool:
         """Whether nothing has been decided about it, and its bytes are still those that were saved."""
         return (
@@ -203,14 +198,13 @@ class Moved:
 class Kept:
     """A saved tensor that stays where it is."""
 
-    __slots__ = ("reason", "value", "version")
+    __slots__ = ("value", "version")
 
-    def __init__(self, tensor: Tensor, reason: str) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         # Detached: a graph that holds its own output through a hook is a cycle that is never collected. A parameter
         # hangs on no graph, and whoever takes its memory away before backward gives other memory to the parameter.
         self.value = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self.version = tensor._version
-        self.reason = reason
 
     def tensor(self) -> Tensor:
         """The tensor itself."""

@@ -39,13 +39,8 @@ class StepStatistics:
     forward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
     backward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
 
-    @property
-    def has_passed(self) -> bool:
-        """Whether the device is through with the step."""
-        return all(waits[-1][1].query() for waits in (self.forward_waits, self.backward_waits) if waits)
-
     def metrics(self) -> dict[str, float]:
-        """Name and value of each metric, once the step `has_passed`."""
+        """Name and value of each metric, once the device is through with the step."""
         return {
             "offload/out_MiB": self.out_bytes / _MIB,
             "offload/in_MiB": self.in_bytes / _MIB,

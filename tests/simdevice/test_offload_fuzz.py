@@ -600,6 +600,13 @@ def test_a_subclass_that_cannot_be_taken_apart_stays():
 # ---------------------------------------------------------------- threads
 
 
+def run_at_once(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_two_threads_that_train_at_once():
     def program(run):
         leaves = [rows(seed).requires_grad_() for seed in range(2)]
@@ -614,11 +621,7 @@ def test_two_threads_that_train_at_once():
                     loss = y.sum()
                 loss.backward()
 
-        threads = [threading.Thread(target=train, args=(leaf,)) for leaf in leaves]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_at_once([threading.Thread(target=train, args=(leaf,)) for leaf in leaves])
         run.note(*(leaf.grad for leaf in leaves))
 
     assert_same(program)
@@ -635,10 +638,7 @@ def test_two_backward_passes_at_once():
                     y = torch.sin(y * 1.1) * y.cos()
                     run.boundary(f"layer {index}")
                 threads.append(threading.Thread(target=y.sum().backward))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_at_once(threads)
         run.note(*(leaf.grad for leaf in leaves))
 
     assert_same(program)
