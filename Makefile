@@ -4,10 +4,15 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint
+.PHONY: demo pictures test lint
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
+
+# The README's pictures; needs Chromium and its driver.
+pictures: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pictures]'
+	$(BIN)/python docs/pictures.py
 
 # The simulated device is registered for a whole process, so its tests have one of their own.
 test: lint

@@ -1051,16 +1051,16 @@ class LargeCase:
         way, offload = self._ways[name], steps[-1].offload
         if way.engine is None or offload is None:
             return row
-        metrics = [step.offload.metrics() for step in steps if step.offload is not None]
+        metrics = [step.offload.figures() for step in steps if step.offload is not None]
         stayed = {key[0] for key in way.engine.staying} & set(way.layers)
         reasons = ", ".join(f"{reason} {format_cell(nbytes / MIB)}" for reason, nbytes in offload.stayed_bytes.items())
         return row | {
-            "out MiB": metrics[-1]["offload/out_MiB"],
-            "in MiB": metrics[-1]["offload/in_MiB"],
-            "waits, forward": statistics.median(step["offload/forward_wait_ms"] for step in metrics),
-            "waits, backward": statistics.median(step["offload/backward_wait_ms"] for step in metrics),
-            "locked MiB": metrics[-1]["offload/host_locked_MiB"],
-            "late allocations": int(sum(step["offload/late_allocations"] for step in metrics)),
+            "out MiB": metrics[-1]["out_MiB"],
+            "in MiB": metrics[-1]["in_MiB"],
+            "waits, forward": statistics.median(step["forward_wait_ms"] for step in metrics),
+            "waits, backward": statistics.median(step["backward_wait_ms"] for step in metrics),
+            "locked MiB": metrics[-1]["host_locked_MiB"],
+            "late allocations": int(sum(step["late_allocations"] for step in metrics)),
             "stayed": f"{len(stayed)} layers, MiB: {reasons or 'none'}",
         }
 

@@ -106,8 +106,9 @@ def main() -> None:
     if len(set(losses.values())) > 1:
         sys.exit(f"The final losses differ: {losses}")
     print("The final losses are equal to the last bit.")
-    command = [os.path.relpath(sys.executable), "-m", "tensorboard.main", "--logdir", str(tensorboard)]
-    print(f"See the curves: {shlex.join(command)}")
+    python = os.path.relpath(sys.executable)
+    print("See the curves:", shlex.join([python, "-m", "tensorboard.main", "--logdir", str(tensorboard)]))
+    print("Or draw them to report.png:", shlex.join([python, "-m", "lightning_ckpt.report", str(tables)]))
 
 
 if __name__ == "__main__":

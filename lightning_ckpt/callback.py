@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_ckpt.monitor import StepMonitor, callbacks_of, offload_engine_of
+from lightning_ckpt.monitor import StepMonitor, Summary
+from lightning_ckpt.monitor.trainer import callbacks_of, offload_engine_of
 from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, why_not
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
@@ -36,9 +38,13 @@ class ActivationCheckpointing(pl.Callback):
     Where a recompute cannot be exact, an error names the layer and says what to do. As a net under everything else,
     saved tensors are compared with those of the recompute by fingerprints (``verify``).
 
-    A ``StepMonitor`` comes along unless the Trainer has one; it logs ``memory/peak_MiB``, ``memory/saved_MiB``,
-    ``memory/avoided_MiB`` (MiB) and ``time/step_ms``, ``time/forward_ms``, ``time/backward_ms``,
-    ``time/recompute_ms`` (ms), one point per optimizer step.
+    A ``StepMonitor`` comes along unless the Trainer has one. It logs one point per optimizer step, of memory
+    (``memory/peak_MiB``, ``memory/after_forward_MiB``, ``memory/saved_MiB``, ``memory/avoided_MiB``,
+    ``memory/offloaded_MiB``, ``memory/reserved_MiB`` or ``memory/process_MiB``, in MiB; ``memory/peak_phase`` and
+    ``memory/alloc_retries``, numbers) and of time (``time/step_ms``, ``time/data_ms``, ``time/forward_ms``,
+    ``time/backward_ms``, ``time/recompute_ms``, ``time/optimizer_ms``, ``time/copy_wait_ms``, in ms;
+    ``time/tokens_per_s`` or ``time/samples_per_s``, per second), and prints a summary at the end of ``fit``. What they
+    mean is said there; give the Trainer a monitor of your own to set its options.
 
     Args:
         every_n_layers: Recompute the first layer and every n-th after it, in the order of ``model.modules()``:
@@ -50,7 +56,7 @@ class ActivationCheckpointing(pl.Callback):
             the model.
         check_fn: A predicate on modules instead of ``layers``, as for PyTorch's ``apply_activation_checkpointing``.
         enabled: Set to false to train plainly, for example to compare the curves.
-        monitor: Set to false to log no metrics.
+        monitor: Set to false to log no metrics, and to say nothing but the error when memory runs out.
         verify: Which calls of a layer compare what the recompute saves with what forward saved, by fingerprints of
             the tensors: ``sample``, the first ones in every mode and one in 128; ``always``, which can double the
             time of a step; or ``off``.
@@ -100,6 +106,7 @@ class ActivationCheckpointing(pl.Callback):
         self.selection: Selection | None = None
         #: What moves the inputs of recomputed layers, while ``fit`` runs and this callback has one of its own.
         self.offload_engine: OffloadEngine | None = None
+        self._monitor: StepMonitor | None = None
         self._boundaries: Boundaries | None = None
         self._recomputed: list[Recompute] = []
         self._arm: Callable[[], None] | None = None
@@ -128,11 +135,16 @@ class ActivationCheckpointing(pl.Callback):
         before_setup(trainer.strategy, self._arm)
 
     def _add_monitor(self, trainer: pl.Trainer) -> None:
-        if not self.monitor or any(isinstance(callback, StepMonitor) for callback in callbacks_of(trainer)):
-            return
-        # Right behind this callback: the Trainer is about to call `setup` of whatever follows.
         callbacks = callbacks_of(trainer)
-        callbacks.insert(callbacks.index(self) + 1, StepMonitor())
+        self._monitor = next((callback for callback in callbacks if isinstance(callback, StepMonitor)), None)
+        if self.monitor and self._monitor is None:
+            self._monitor = StepMonitor()
+            # Right behind this callback: the Trainer is about to call `setup` of whatever follows.
+            callbacks.insert(callbacks.index(self) + 1, self._monitor)
+
+    def summary(self) -> Summary | None:
+        """What the Trainer's ``StepMonitor`` has measured so far, or None without one: see ``StepMonitor.summary``."""
+        return None if self._monitor is None else self._monitor.summary()
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
@@ -285,6 +297,23 @@ class ActivationCheckpointing(pl.Callback):
 
     def _with_finding(self, finding: str) -> list[Recompute]:
         return [recompute for recompute in self._recomputed if finding in recompute.findings]
+
+    def treatments(self) -> list[str]:
+        """How layers are treated while ``fit`` runs, a line for each class of layers."""
+        if not self._recomputed or self.selection is None:
+            return []
+        how = "recomputed, inputs in host memory" if self._boundaries is not None else "recomputed"
+        return [f"{how}: {line}" for line in str(self.selection).splitlines()]
+
+    def spare_more(self, device: torch.device) -> str | None:
+        """The setting that would make the same model need less memory, or None where there is none left."""
+        if not self.enabled:
+            return "`enabled=True` (`--ckpt.enabled true`): no layer is recomputed."
+        if self.every_n_layers > 1:
+            return f"`every_n_layers=1` instead of `every_n_layers={self.every_n_layers}`, which recomputes all layers."
+        if self.offload is False and why_not(device) is None:
+            return "`offload=True`, which keeps the inputs of recomputed layers in host memory."
+        return None
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

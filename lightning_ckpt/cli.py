@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ckpt.callback import ActivationCheckpointing
-from lightning_ckpt.monitor import callbacks_of
+from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
 from lightning_ckpt.selection import SelectionError
 

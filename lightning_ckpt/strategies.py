@@ -36,7 +36,7 @@ class OffloadMixin:
     memory with the host, nothing is moved and training is the plain one.
 
     Together with ``ActivationCheckpointing``, recomputed layers are left to it; with its ``offload=True`` their inputs
-    travel with everything else. A ``StepMonitor`` logs the curves ``offload/*``, described there.
+    travel with everything else. A ``StepMonitor`` logs ``memory/offloaded_MiB`` and ``time/copy_wait_ms``.
 
     Args:
         args: Those of the strategy.
@@ -119,6 +119,19 @@ class OffloadMixin:
         if self.offload_engine is not None and has_stepped(self.lightning_module.trainer):  # type: ignore[attr-defined]
             note_step(type(self).__name__, self.offload_engine)
         return result
+
+    def treatments(self) -> list[str]:
+        """What is moved while ``fit`` runs, in a line."""
+        if self.offload_engine is None:
+            return []
+        where = f" of {shorten_names(list(self.offloaded_layers))}" if self.offloaded_layers else ""
+        return [f"offloaded: saved activations{where}"]
+
+    def spare_more(self, device: torch.device) -> str | None:
+        """The setting that would make the same model need less memory, or None where there is none left."""
+        if self.offload_engine is not None and self.offload_options.move == "hidden":
+            return f"`{type(self).__name__}(move='all')`, which moves more than the link to the host can hide."
+        return None
 
     def teardown(self) -> None:
         """Stop the engine, then tear the strategy down."""

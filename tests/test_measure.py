@@ -11,7 +11,10 @@ from lightning_ckpt.measure.clock import HostClock
 from lightning_ckpt.measure.live import LiveBytes
 from lightning_ckpt.measure.peak import CountedPeak
 from lightning_ckpt.measure.phases import Phases
+from lightning_ckpt.measure.sampling import Sample
 from lightning_ckpt.measure.saved import SavedBytes, saved_bytes
+from lightning_ckpt.measure.step import StepMeter
+from lightning_ckpt.measure.work import Work
 from lightning_ckpt.recompute import attach
 from tests.support import blocks
 
@@ -111,7 +114,9 @@ def test_recomputed_layers_keep_their_inputs_and_tell_what_they_avoid(monkeypatc
         attach(layer, str(i))
     counted = saved_bytes([plain(x)], [])
     # 5 inputs stay. Plainly, x itself would not be kept, and the outputs of blocks are inputs of others.
-    assert counted == SavedBytes(saved=5 * 4 * KIB, avoided=everything - 4 * 4 * KIB, complete=True)
+    assert counted.complete
+    sizes = counted.saved, counted.avoided, counted.plain
+    assert sizes == (5 * 4 * KIB, everything - 4 * 4 * KIB, everything)
 
 
 def test_compiled_parts_make_the_count_incomplete():
@@ -181,58 +186,106 @@ def test_counting_does_not_keep_compiled_code_from_running_compiled():
     assert len(graphs) == 1
 
 
-def test_after_the_first_batches_the_peak_of_a_kind_is_known():
+def saves(count):
+    return (SavedBytes(count, 0, count, pattern=count, complete=True),)
+
+
+def counted_batch(meter, kind, kib, seen=(), present=()):
+    """One batch that takes so much in one phase: its memory, and whether it was counted."""
+    meter.begin(kind, lambda: present)
+    counted = meter._live is not None
+    with meter.counting(), meter.counting():
+        torch.empty(kib * KIB // 4)
+    meter.phase_ends("forward")
+    return meter.end(seen), counted
+
+
+def peak_of(memory):
+    return None if memory is None else memory.peaks["forward"]
+
+
+def test_the_peak_of_each_phase_is_its_own_and_includes_what_is_there():
     meter, weight = CountedPeak(), torch.ones(KIB // 4)
+    meter.begin("batch", lambda: [weight])
+    meter.phase_ends("rest")
+    with meter.counting():
+        kept = torch.empty(2 * KIB // 4)
+        torch.empty(4 * KIB // 4)
+    meter.phase_ends("forward")
+    meter.forward_ends()
+    with meter.counting():
+        torch.empty(KIB // 4)
+        del kept
+    meter.phase_ends("backward")
+    meter.phase_ends("rest")
+    memory = meter.end(saves(1))
+    assert memory.peaks == {"rest": KIB, "forward": 7 * KIB, "backward": 4 * KIB}
+    assert memory.after_forward == 3 * KIB
+    assert memory.peak_reserved is None
 
-    def batch(kib):
-        meter.begin(("batch", kib), lambda: [weight])
-        with meter.counting(), meter.counting():
-            x = torch.empty(kib * KIB // 4)
-            y = x * 2
-        del x, y
-        return meter.end([SavedBytes(kib, 0, True)])
 
-    assert [batch(1), batch(2), batch(1), batch(2)] == [3 * KIB, 5 * KIB, 3 * KIB, 5 * KIB]
-    assert meter._counted == CountedPeak.WARM_UP
-    assert [batch(2), batch(1)] == [5 * KIB, 3 * KIB]
-    assert meter._counted == CountedPeak.WARM_UP
-
-
-def test_too_many_kinds_are_not_all_counted_and_not_guessed():
+def test_after_the_first_batches_the_peak_of_a_kind_is_known_without_counting():
     meter = CountedPeak()
-    peaks = []
-    for size in range(1, 60):
-        meter.begin(size, list)
-        with meter.counting():
-            torch.empty(size)
-        peaks.append(meter.end([]))
-    assert peaks[: CountedPeak.WARM_UP] == [4, 8, 12, 16]
-    assert peaks[CountedPeak.WARM_UP :] == [None] * (59 - CountedPeak.WARM_UP)
+    sizes = [1, 2] * 10
+    seen = [counted_batch(meter, kib, kib, saves(kib)) for kib in sizes]
+    assert [peak_of(memory) for memory, _ in seen] == [kib * KIB for kib in sizes]
+    assert not any(counted for _, counted in seen[2 * Sample.WARM_UP :])
 
 
-def test_a_kind_is_counted_again_after_a_while():
-    meter, peaks, size = CountedPeak(), [], 1
-    for step in range(2 * CountedPeak.RECOUNT_EVERY):
-        size = 1 if step < 10 else 2
-        meter.begin("same", list)
-        with meter.counting():
-            torch.empty(size)
-        peaks.append(meter.end([]))
-    assert peaks[0] == 4
-    assert peaks[-1] == 8
-
-
-def test_a_batch_that_saves_something_else_is_another_kind():
+def test_what_is_there_at_the_beginning_is_a_part_of_the_kind():
     meter = CountedPeak()
+    for _ in range(2 * Sample.WARM_UP):
+        counted_batch(meter, "same", 1)
+    memory, counted = counted_batch(meter, "same", 1, present=[torch.ones(KIB // 4)])
+    assert counted
+    assert peak_of(memory) == 2 * KIB
 
-    def batch(saved):
-        meter.begin("same", list)
-        with meter.counting():
-            torch.empty(1)
-        return meter.end([SavedBytes(saved, 0, True)])
 
-    assert [batch(1) for _ in range(CountedPeak.WARM_UP + 1)] == [4] * (CountedPeak.WARM_UP + 1)
-    assert batch(2) is None
+def test_a_batch_that_saves_something_else_is_not_guessed_and_the_next_is_counted():
+    meter = CountedPeak()
+    for _ in range(2 * Sample.WARM_UP):
+        assert peak_of(counted_batch(meter, "same", 1, saves(1))[0]) == KIB
+    assert counted_batch(meter, "same", 2, saves(2)) == (None, False)
+    memory, counted = counted_batch(meter, "same", 2, saves(2))
+    assert counted
+    assert peak_of(memory) == 2 * KIB
+
+
+def test_compiled_batches_have_no_peak():
+    meter = CountedPeak()
+    assert counted_batch(meter, "same", 1, (SavedBytes(1, 0, 1, pattern=1, complete=False),))[0] is None
+
+
+def test_a_sample_measures_what_is_new_but_not_too_much_of_it():
+    sample, measured = Sample(), 0
+    for number in range(1000):
+        chosen = sample.begin(number)
+        measured += chosen
+        if chosen:
+            sample.learn((), number)
+        assert sample.recall(()) == (number if chosen else None)
+    assert measured == Sample.BURST + 1000 // Sample.BUDGET
+
+
+def test_a_sample_measures_a_kind_again_after_a_while():
+    sample, figures = Sample(), []
+    for number in range(2 * Sample.REPEAT_EVERY):
+        if sample.begin("same"):
+            sample.learn((), "early" if number < Sample.REPEAT_EVERY // 2 else "late")
+        figures.append(sample.recall(()))
+    assert figures[0] == "early"
+    assert figures[-1] == "late"
+
+
+def test_a_sample_remembers_no_more_than_it_promises(monkeypatch):
+    monkeypatch.setattr(Sample, "KINDS", 10)
+    sample = Sample()
+    for number in range(200):
+        if sample.begin(number):
+            sample.learn((), number)
+        sample.recall(())
+    assert len(sample._figures) <= 10
+    assert len(sample._settled) <= 10
 
 
 # ---------------------------------------------------------------- times
@@ -277,3 +330,81 @@ def test_higher_order_operators_run_under_the_count():
     with LiveBytes() as live:
         assert torch.equal(flex_attention(q, q, q), want)
     assert live.peak >= want.untyped_storage().nbytes()
+
+
+def test_a_phase_is_told_about_when_another_takes_its_place():
+    told = []
+    phases = Phases(HostClock(), told.append)
+    with phases.phase("outer"), phases.phase("inner"):
+        pass
+    with phases.phase("last"):
+        pass
+    assert told == ["rest", "outer", "inner", "outer", "rest", "last"]
+
+
+# ---------------------------------------------------------------- a step
+
+
+class Ticks:
+    """A clock that is told the time."""
+
+    now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def has_passed(self, mark):
+        return True
+
+    def seconds(self, start, end):
+        return end - start
+
+    def wait_for(self, mark):
+        pass
+
+    wait = mark
+
+
+def test_a_step_is_the_sum_of_its_micro_batches_and_of_the_waits_for_their_data():
+    meter = StepMeter(torch.device("cpu"))
+    ticks = meter.clock = Ticks()
+
+    def micro_batch():
+        meter.fetch_begins()
+        ticks.now += 1
+        meter.fetch_ends()
+        ticks.now += 2  # moved to the device
+        meter.data_ends()
+        meter.batch_begins("same", [], list)
+        with meter.phase("optimizer"):
+            ticks.now += 4
+            with meter.phase("forward"):
+                ticks.now += 8
+            with meter.phase("backward"):
+                ticks.now += 16
+                meter.replay_begins()
+                meter.replay_begins()  # a recomputed layer inside another
+                ticks.now += 32
+                meter.replay_ends()
+                meter.replay_ends()
+        meter.batch_ends(Work(6, 2))
+        ticks.now += 64  # between micro-batches
+
+    assert not meter.is_measuring
+    micro_batch()
+    assert meter.step_ends() is None
+    meter.begin()
+    assert meter.is_measuring
+    for _ in range(2):
+        micro_batch()
+    record = meter.step_ends()
+    assert not meter.is_measuring
+    expected = {"data": 3, "optimizer": 4, "forward": 8, "backward": 48, "recompute": 32, "step": 63}
+    assert record.phases.seconds() == {name: 2 * seconds for name, seconds in expected.items()}
+    assert record.work == [Work(6, 2)] * 2
+    assert len(record.memory) == 2
+    meter.begin()
+    micro_batch()
+    meter.drop()
+    assert meter.step_ends() is None
+    meter.close()

@@ -1,35 +1,36 @@
-"""Tell the engine where layers begin and end, without wrapping them."""
+"""Tell somebody where layers begin and end in forward, without wrapping them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lightning_ckpt.offload.engine import OffloadEngine
+
+class Follower(Protocol):
+    """Told about every boundary of a layer that is passed with gradients on."""
+
+    def boundary(self, name: str, starts_layer: bool) -> None: ...
 
 
 class _Boundary:
-    """A forward hook. Copies of the module, such as an average of its weights, share it; it costs them nothing."""
+    """A forward hook. Copies of the module, such as an average of its weights, have nothing to tell."""
 
-    def __init__(self, engine: OffloadEngine, name: str, starts_layer: bool) -> None:
-        self._engine = engine
+    def __init__(self, follower: Follower, name: str, starts_layer: bool) -> None:
+        self._follower = follower
         self._name = name
         self._starts_layer = starts_layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._engine.boundary(self._name, self._starts_layer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Boundary":
-        return self
+            self._follower.boundary(self._name, self._starts_layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
 
 
 class _Nothing:
-    """What a boundary becomes in another process."""
+    """What a boundary becomes in a copy of the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to tell."""
@@ -54,14 +55,14 @@ class _CompiledCall:
 class Boundaries:
     """The boundaries of some layers, until `remove`."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], engine: OffloadEngine) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], follower: Follower) -> None:
         self._handles: list[Any] = []
         self._compiled: list[nn.Module] = []
         # `torch.compile(layer)` puts a module around the layer: hooks of that one run outside of the compiled code.
         around = {id(module._orig_mod): module for module in model.modules() if hasattr(module, "_orig_mod")}
         for name, layer in layers.items():
             layer = around.get(id(layer), layer)
-            before, after = _Boundary(engine, name, True), _Boundary(engine, f"after {name}", False)
+            before, after = _Boundary(follower, name, True), _Boundary(follower, f"after {name}", False)
             call = layer._compiled_call_impl
             if call is not None:
                 layer._compiled_call_impl = _CompiledCall(call, before, after)

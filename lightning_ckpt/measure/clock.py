@@ -15,6 +15,8 @@ class Clock(Protocol):
 
     def seconds(self, start: Any, end: Any) -> float: ...
 
+    def wait_for(self, mark: Any) -> None: ...
+
     def wait(self) -> None: ...
 
 
@@ -29,6 +31,9 @@ class HostClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+    def wait_for(self, mark: float) -> None:
+        """It has passed."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -47,6 +52,9 @@ class EventClock:
 
     def seconds(self, start: torch.Event, end: torch.Event) -> float:
         return start.elapsed_time(end) / 1e3
+
+    def wait_for(self, mark: torch.Event) -> None:
+        mark.synchronize()
 
     def wait(self) -> None:
         torch.accelerator.synchronize()

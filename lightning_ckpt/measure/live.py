@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         current: bytes alive now.
-        peak: the most bytes that were alive at once.
+        peak: the most bytes that were alive at once, since the last `take_peak`.
     """
 
     # Else a higher-order operator (flex_attention, what compiled code wraps) would raise under the mode.
@@ -43,6 +43,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             for storage in storages(tensor):
                 self._born(storage)
+
+    def take_peak(self) -> int:
+        """The most bytes alive at once since the last call."""
+        taken, self.peak = self.peak, self.current
+        return taken
 
     def _born(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -67,9 +72,9 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata in self._alive:
                     continue
                 if present is None:
-                    present = {
-                        s._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) for s in storages(t)
-                    }
+                    # What `torch.tensor` makes of numbers is first seen as the argument of this operator.
+                    given = () if func is torch.ops.aten.lift_fresh.default else tree_leaves((args, kwargs))
+                    present = {s._cdata for t in given if isinstance(t, Tensor) for s in storages(t)}
                 if storage._cdata not in present:  # else a view, or the same storage changed in place
                     self._born(storage)
         return output

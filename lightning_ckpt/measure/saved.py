@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, packed_values
 from lightning_ckpt.measure.storage import StorageSizes
@@ -19,12 +20,16 @@ class SavedBytes:
     Attributes:
         saved: bytes that autograd and the recomputed layers' frames keep, offloaded ones left out.
         avoided: bytes that autograd would keep in addition if no layer were recomputed by this package.
+        plain: bytes that autograd would keep without any treatment by this package: nothing recomputed, nothing moved.
+        pattern: equal where the same storages are kept in the same order, and the same layers are verified.
         complete: False where a part of the graph was compiled: the compiler recomputes inside and does not say what.
     """
 
     saved: int
     avoided: int
-    complete: bool
+    plain: int
+    pattern: int = 0
+    complete: bool = True
 
 
 def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> SavedBytes:
@@ -45,9 +50,10 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
         print(saved_bytes([loss], model.parameters()).saved)
     """
     present, kept, unsaved = StorageSizes(), StorageSizes(), StorageSizes()
-    for parameter in parameters:
-        present.add(parameter)
+    inputs, plain = StorageSizes(), StorageSizes()  # what frames keep; what autograd keeps, wherever it is
+    present.add_all(parameters)
     frames: set[int] = set()
+    verified = 0
     complete = True
     for node in graph_nodes(outputs):
         complete = complete and "CompiledFunction" not in node.name()
@@ -56,22 +62,54 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
                 frame = packed.frame
                 if id(frame) not in frames:
                     frames.add(id(frame))
-                    _add_all(kept, frame.arguments.on_device())
+                    inputs.add_all(frame.arguments.on_device())
+                    verified += frame.verified
                     if frame.unsaved is not None:
                         unsaved.update(frame.unsaved)
             elif is_checkpoint_holder(packed):
                 foreign = _checkpoint_frame(unpack_hook)
                 if foreign is not None and id(foreign) not in frames:
                     frames.add(id(foreign))
-                    _add_all(kept, _checkpoint_inputs(foreign))
+                    kept.add_all(_checkpoint_inputs(foreign))
+            elif isinstance(packed, Tensor):
+                kept.add(packed)
             else:
-                _add_all(kept, _tensors_in(packed))
-    return SavedBytes(kept.bytes_without(present), unsaved.bytes_without(present, kept), complete)
+                kept.add_all(_tensors_in(packed))
+                _add_moved(plain, packed)
+    plain.update(kept)
+    plain.update(unsaved)
+    kept.update(inputs)
+    return SavedBytes(
+        saved=kept.bytes_without(present),
+        avoided=unsaved.bytes_without(present, kept),
+        plain=plain.bytes_without(present),
+        pattern=hash((kept.sizes, verified)),
+        complete=complete,
+    )
 
 
-def _add_all(sizes: StorageSizes, tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        sizes.add(tensor)
+def kept_tensors(node: Node) -> Iterator[Tensor]:
+    """What `node` keeps for its backward; for a recomputed layer, its frame's inputs and what has been regained."""
+    for packed, unpack_hook in packed_values(node):
+        if isinstance(packed, Slot):
+            yield from packed.frame.arguments.on_device()
+            if packed.value is not None:
+                yield packed.value
+        elif is_checkpoint_holder(packed):
+            foreign = _checkpoint_frame(unpack_hook)
+            if foreign is not None:
+                yield from _checkpoint_inputs(foreign)
+        else:
+            yield from _tensors_in(packed)
+
+
+def _add_moved(sizes: StorageSizes, packed: Any) -> None:
+    if isinstance(packed, Moved):
+        record = packed.holder.record
+        sizes.add_storage(record.identity, record.nbytes)
+    elif isinstance(packed, Flattened):
+        for part in packed.parts.values():
+            _add_moved(sizes, part)
 
 
 def _tensors_in(packed: Any) -> Iterator[Tensor]:

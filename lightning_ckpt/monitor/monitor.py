@@ -1,124 +1,161 @@
 """StepMonitor: memory and time of every optimizer step, through whatever loggers the Trainer has."""
 
 import contextlib
-import functools
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_ckpt.measure.clock import make_clock
-from lightning_ckpt.measure.peak import make_peak_meter
-from lightning_ckpt.measure.phases import Phases
-from lightning_ckpt.measure.saved import SavedBytes, saved_bytes
-from lightning_ckpt.offload import OffloadEngine
-from lightning_ckpt.offload.statistics import StepStatistics
+from lightning_ckpt.measure.step import StepMeter
+from lightning_ckpt.measure.work import count_work, shapes_of, tensors_of
+from lightning_ckpt.monitor.allocations import AllocationHistory
+from lightning_ckpt.monitor.out_of_memory import ELSEWHERE, OutOfMemoryObserver
+from lightning_ckpt.monitor.patches import Patches
+from lightning_ckpt.monitor.publisher import Publisher
+from lightning_ckpt.monitor.summary import History, Summary, show
+from lightning_ckpt.monitor.trainer import (
+    callbacks_of,
+    hands_out_iterator,
+    offload_engine_of,
+    optimizer_tensors,
+    step_of,
+    treating,
+)
 from lightning_ckpt.recompute.watch import unwatch, watch
 
-_MIB = 2**20
-_CHARTS = {
-    "lightning_ckpt": {
-        # More lines than two per run are hard to tell apart.
-        "memory (MiB)": ["Multiline", [r"memory/(saved|peak)_MiB"]],
-        "time (ms)": ["Multiline", [r"time/(step|recompute)_ms"]],
-    }
-}
-
-
-@dataclass
-class _Row:
-    """What is known about one optimizer step: sums over its micro-batches for times, maxima for memory."""
-
-    phases: Phases
-    saved: list[SavedBytes] = field(default_factory=list)
-    peaks: list[int | None] = field(default_factory=list)
-    offload: StepStatistics | None = None
-    step: int = 0
-    end: Any = None
-
-    def metrics(self) -> dict[str, float]:
-        seconds = self.phases.seconds()
-        metrics = {
-            f"time/{name}_ms": seconds.get(name, 0.0) * 1e3 for name in ("step", "forward", "backward", "recompute")
-        }
-        if self.saved and all(item.complete for item in self.saved):
-            metrics["memory/saved_MiB"] = max(item.saved for item in self.saved) / _MIB
-            metrics["memory/avoided_MiB"] = max(item.avoided for item in self.saved) / _MIB
-        known = [peak for peak in self.peaks if peak is not None]
-        if known and len(known) == len(self.peaks):
-            metrics["memory/peak_MiB"] = max(known) / _MIB
-        if self.offload is not None:
-            metrics |= self.offload.metrics()
-        return metrics
+_FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning's profilers call waiting for a batch
+_BAR = ("memory/peak_MiB", "time/step_ms")
+_log = logging.getLogger(__name__)
 
 
 class StepMonitor(pl.Callback):
-    r"""Log memory and time of every optimizer step through the Trainer's loggers.
+    r"""Log memory and time of every optimizer step through the Trainer's loggers, and sum them up at the end of fit.
 
-    One point per optimizer step, whatever ``Trainer(log_every_n_steps=...)`` says, at the same step as the loss.
-    With accumulation, times are sums and memory is the maximum over the micro-batches of the step. Figures are those
-    of rank 0. TensorBoard also gets one chart that overlays saved and peak memory and one that overlays step and
-    recompute time (tab "Custom Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain
-    run, to compare with.
+    One point per optimizer step, whatever ``Trainer(log_every_n_steps=...)`` says, at the same step as the loss and in
+    the same row of a table. With accumulation, times are sums and memory is the maximum over the micro-batches of the
+    step. TensorBoard also gets one chart that overlays saved and peak memory and one that overlays step and recompute
+    time (tab "Custom Scalars"). ``ActivationCheckpointing`` brings a monitor along; alone it shows a plain run, to
+    compare with. When memory runs out, the monitor prints what the layers kept and what would help, before the error.
 
-    Logged metrics:
+    Logged metrics, memory in MiB:
 
-    - ``memory/peak_MiB``: the most memory in use at once during the step, in MiB. On an accelerator: bytes allocated
-      for tensors, from ``torch.accelerator``; the device's peak counter is reset at every batch. On the CPU: bytes of
-      all live tensors (parameters, gradients, optimizer state, batch, activations), counted exactly as PyTorch's
-      operators return them, without workspaces inside an operator. Counting costs time, so the first batches and the
-      first of each shape are counted and later ones of that shape take the figure; it is missing where that is not
-      possible.
-    - ``memory/saved_MiB``: activations kept for backward when it starts, in MiB: each storage once, parameters and
-      buffers excluded, the inputs of recomputed layers included, what is on the host excluded.
-    - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed, in MiB. Saved and
-      avoided together are what the plain run saves, and inputs of recomputed layers that it would not.
-    - ``time/step_ms``: the whole step, from the start of its batch to its end, in ms; waiting for data excluded.
-    - ``time/forward_ms``: ``training_step`` without backward and optimizer, in ms.
-    - ``time/backward_ms``: backward, recompute included, in ms.
-    - ``time/recompute_ms``: the part of backward in which layers run again, in ms.
+    - ``memory/peak_MiB``: the most memory in use at once during the step. On an accelerator: bytes allocated for
+      tensors. On the CPU: bytes of all live tensors (parameters, gradients, optimizer state, batch, activations),
+      counted exactly as PyTorch's operators return them, without workspaces inside an operator. Counting costs time, so
+      the first batches and the first of each kind (shapes, saved bytes) are counted and later ones of that kind take
+      the figure; where kinds are too many, it is missing.
+    - ``memory/peak_phase``: where in the step that was: 1 forward, 2 backward, 3 optimizer, 0 elsewhere.
+    - ``memory/after_forward_MiB``: memory in use when backward begins, told like the peak.
+    - ``memory/saved_MiB``: activations kept for backward when it begins: each storage once, parameters and buffers
+      excluded, inputs of recomputed layers included, what is on the host excluded.
+    - ``memory/avoided_MiB``: activations that would be kept in addition if no layer were recomputed.
+    - ``memory/offloaded_MiB``: activations in host memory when backward begins. Only with offload.
+    - ``memory/reserved_MiB``: the most memory that the allocator held at once, in use or not. Only on an accelerator.
+    - ``memory/alloc_retries``: how often, since the last row, the allocator had to give its cache back to the device to
+      find memory; anything but 0 is a run at the edge. Only on an accelerator.
+    - ``memory/process_MiB``: memory that the process has from the operating system at the end of the step. Only on the
+      CPU. It hardly ever falls, since freed memory is kept for reuse: look at the peak for what a step needs.
 
-    With offload also, summed over the micro-batches of the step or, for memory, the most of them:
+    Times in ms; on an accelerator they are the device's own, measured by events without making the host wait:
 
-    - ``offload/out_MiB``, ``offload/in_MiB``: bytes copied to the host and back, in MiB.
-    - ``offload/resident_MiB``: saved activations still on the device when backward begins, in MiB: the last layers,
-      those that the link cannot hide, and what is under way. Tensors too small to travel are not counted.
-    - ``offload/stayed_last_MiB``, ``offload/stayed_unhidden_MiB``, ``offload/stayed_budget_MiB``: what was to stay, in
-      MiB: the last layers, what the link cannot hide, and what the host has no room for.
-    - ``offload/forward_wait_ms``, ``offload/backward_wait_ms``: time for which the device waited for copies, in ms.
-    - ``offload/host_MiB``: activations in host memory when backward begins, in MiB.
-    - ``offload/host_locked_MiB``: host memory set aside for them, in MiB.
-    - ``offload/late_allocations``: times that host memory had to be set aside after the first steps; 0 is right.
+    - ``time/step_ms``: the whole step: waiting for data, and from ``training_step`` to the end of the optimizer's step.
+      What happens around that (hooks at the start and end of a batch, validation, checkpoints, logging) is not in it.
+    - ``time/data_ms``: waiting for data, moving it to the device included.
+    - ``time/forward_ms``: ``training_step`` without backward and optimizer.
+    - ``time/backward_ms``: backward, recompute included.
+    - ``time/recompute_ms``: the part of backward in which layers run again.
+    - ``time/optimizer_ms``: the optimizer's step, clipping and zeroing of gradients included.
+    - ``time/copy_wait_ms``: the part of forward and backward in which the device waited for copies. Only with offload.
+    - ``time/tokens_per_s`` or ``time/samples_per_s``: tokens (``batch["input_ids"]``, or a table of integers) or rows
+      of the batches by the time of the step, of all ranks together.
 
-    On an accelerator, times are measured by events on the device, without making the host wait, and a row is logged
-    when the device has passed it. Steps with compiled parts have no ``memory/saved_MiB`` and ``memory/avoided_MiB``,
-    and on the CPU no ``memory/peak_MiB``: what compiled code keeps cannot be seen from outside.
+    With ``flops``: ``flops/model_TFLOP_per_s``, the floating-point operations of the plain run by the time of the step,
+    in 10^12 per second and rank, and ``flops/hardware_TFLOP_per_s``, those of the recompute added.
+
+    On several ranks, memory is the largest of all ranks (``memory/peak_phase`` that of the rank with the largest peak),
+    times are their means, and ``time_max/step_ms`` and so on their maxima.
+
+    Steps with compiled parts have no ``memory/saved_MiB`` and ``memory/avoided_MiB``, and on the CPU no
+    ``memory/peak_MiB``: what compiled code keeps cannot be seen from outside.
+
+    Args:
+        every_n_steps: Measure and log one optimizer step in so many, the n-th first, as ``log_every_n_steps`` counts.
+            The others cost nothing.
+        per_rank: On several ranks, also log every metric of each, as ``memory/peak_MiB/rank1``.
+        progress_bar: Show peak memory and time of the step on the progress bar, too.
+        flops: Count floating-point operations, by PyTorch's formulas, in the first batches of each kind.
+        table: Print the summary at the end of ``fit``.
+        memory_snapshot: Folder for PyTorch's memory snapshots: the recent history of allocations is recorded, and
+            written there when memory runs out. Only for accelerators that can record it.
+
+    Raises:
+        MisconfigurationException: ``every_n_steps`` is no integer of at least 1.
 
     Example::
 
         >>> from lightning.pytorch import Trainer
         >>> from lightning_ckpt import StepMonitor
-        >>> trainer = Trainer(callbacks=[StepMonitor()])
+        >>> trainer = Trainer(callbacks=[StepMonitor(every_n_steps=10, progress_bar=True)])
     """
 
-    def __init__(self) -> None:
-        self._wrapped: list[tuple[Any, str, Any]] = []
-        self._pending: deque[_Row] = deque()
-        self._row: _Row | None = None
-        self._layout_done = False
+    def __init__(
+        self,
+        every_n_steps: int = 1,
+        per_rank: bool = False,
+        progress_bar: bool = False,
+        flops: bool = False,
+        table: bool = True,
+        memory_snapshot: str | Path | None = None,
+    ) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise MisconfigurationException(f"`every_n_steps={every_n_steps!r}` must be an integer of at least 1.")
+        self.every_n_steps = every_n_steps
+        self.per_rank = per_rank
+        self.progress_bar = progress_bar
+        self.flops = flops
+        self.table = table
+        self.memory_snapshot = memory_snapshot
+        self._patches = Patches()
+        self._history = History()
+        self._treatments: list[str] | None = None
+        self._meter: StepMeter | None = None
+        self._publisher: Publisher | None = None
+        self._observer: OutOfMemoryObserver | None = None
+        self._allocations: AllocationHistory | None = None
+
+    def summary(self) -> Summary:
+        """Memory and time so far, at any time during or after ``fit``: an object that prints as a table.
+
+        A launcher that starts processes of its own (``ddp_spawn``, ``ddp_fork``, a notebook) leaves the monitors there;
+        the one in the main process has measured nothing.
+
+        Example::
+
+            trainer.fit(model)
+            print(monitor.summary())
+            print(monitor.summary().peak_bytes)
+        """
+        return self._history.summary(self._treatments or [])
+
+    # ---------------------------------------------------------------- begin and end
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers:
-            rank_zero_info("StepMonitor: the Trainer has no logger, so memory and time of the steps are not logged.")
+        if stage == "fit" and not self._logs(trainer):
+            why = "`barebones=True`" if trainer.barebones else "the Trainer has no logger"
+            rank_zero_info(f"StepMonitor: {why}, so memory and time of the steps are not measured.")
+
+    def _logs(self, trainer: pl.Trainer) -> bool:
+        return not trainer.barebones and (bool(trainer.loggers) or self.progress_bar)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -127,145 +164,187 @@ class StepMonitor(pl.Callback):
         if first is not self:
             rank_zero_warn("The Trainer has several StepMonitors; only the first one logs.")
             return
-        if not trainer.loggers:
+        if trainer.barebones:
             return
-        device = trainer.strategy.root_device
-        self._clock = make_clock(device)
-        self._peak = make_peak_meter(device)
-        self._replay_since: list[Any] = []
-        for name, wrapper in (
-            ("training_step", self._training_step),
-            ("backward", self._backward),
-            ("optimizer_step", self._optimizer_step),
-        ):
-            self._wrap(trainer.strategy, name, wrapper)
-        watch(self)
-
-    def _wrap(self, strategy: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        self._wrapped.append((strategy, name, strategy.__dict__.get(name)))
-        setattr(strategy, name, functools.partial(wrapper, getattr(strategy, name)))
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if not self._wrapped:
-            return
-        if self._row is None:
-            self._row = _Row(Phases(self._clock))
-        self._parameters = list(chain(pl_module.parameters(), pl_module.buffers()))
-        self._batch_saved: list[SavedBytes] = []
-        if self._peak is not None:
-            shapes = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            kind = (shapes, trainer.fit_loop._should_accumulate())
-            self._peak.begin(kind, lambda: _present(trainer, pl_module, batch))
-        self._batch_since = self._clock.mark()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        row = self._row
-        if row is None:
-            return
-        row.end = self._clock.mark()
-        row.phases.add("step", self._batch_since, row.end)
-        row.saved += self._batch_saved
-        if self._peak is not None:
-            row.peaks.append(self._peak.end(self._batch_saved))
-        if not trainer.fit_loop._should_accumulate():
-            engine = offload_engine_of(trainer)
-            row.offload = None if engine is None else engine.take_statistics()
-            row.step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self._pending.append(row)
-            self._row = None
-        self._log_passed(trainer)
-
-    def _training_step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._row is None:
-            return inner(*args, **kwargs)
-        with self._row.phases.phase("forward"), self._counting():
-            return inner(*args, **kwargs)
-
-    def _backward(self, inner: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._row is None:
-            return inner(loss, *args, **kwargs)
-        with self._row.phases.phase("monitor"):
-            self._batch_saved.append(saved_bytes([loss], self._parameters))
-        with self._row.phases.phase("backward"), self._counting():
-            return inner(loss, *args, **kwargs)
-
-    def _optimizer_step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._row is None:
-            return inner(*args, **kwargs)
-        with self._row.phases.phase("optimizer"), self._counting():
-            return inner(*args, **kwargs)
-
-    def _counting(self) -> Any:
-        return self._peak.counting() if self._peak is not None else contextlib.nullcontext()
-
-    def replay_begins(self) -> None:
-        """Told by a recomputed layer when it runs again."""
-        self._replay_since.append(self._clock.mark())
-
-    def replay_ends(self) -> None:
-        """Told by a recomputed layer when its second run is over."""
-        since = self._replay_since.pop()
-        if not self._replay_since and self._row is not None:  # one inside another counts once
-            self._row.phases.add("recompute", since, self._clock.mark())
-
-    def _log_passed(self, trainer: pl.Trainer) -> None:
-        while self._pending and self._clock.has_passed(self._pending[0].end):
-            row = self._pending.popleft()
-            metrics = row.metrics()
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger) and not self._layout_done and trainer.is_global_zero:
-                    logger.experiment.add_custom_scalars(_CHARTS)
-                logger.log_metrics(metrics, step=row.step)
-            self._layout_done = True
+        self._observer = OutOfMemoryObserver(trainer, pl_module)
+        self._record_allocations(trainer)
+        for name, phase in (("training_step", "forward"), ("backward", "backward"), ("optimizer_step", "optimizer")):
+            self._patches.wrap(trainer.strategy, name, self._in_phase(trainer, phase))
+        # All ranks or none: each row takes a collective.
+        if trainer.strategy.reduce_boolean_decision(self._logs(trainer), all=False):
+            self._history, self._treatments = History(), None
+            self._meter = StepMeter(trainer.strategy.root_device, self.flops)
+            self._publisher = Publisher(trainer, self._meter.clock, self.per_rank, self._history)
+            profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+            self._patches.wrap(profiler, "start", self._fetching(trainer, StepMeter.fetch_begins))
+            self._patches.wrap(profiler, "stop", self._fetching(trainer, StepMeter.fetch_ends))
+            self._patches.wrap(trainer.strategy, "batch_to_device", self._transferring(trainer))
+            watch(self._meter)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._pending:
-            self._clock.wait()
-            self._log_passed(trainer)
+        if self._publisher is not None:
+            self._publisher.finish()
+            summary = self.summary()
+            if self.table and trainer.is_global_zero and summary.steps:
+                show(summary)
         self._stop()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stop()
+        self._explain(trainer, exception, ELSEWHERE)
+        try:
+            self._stop()
+        except Exception as failure:  # of a logger; it must not take the place of the user's own error
+            rank_zero_warn(f"StepMonitor could not log its last rows: {failure!r}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._stop()
 
     def _stop(self) -> None:
-        for strategy, name, replaced in reversed(self._wrapped):
-            del strategy.__dict__[name]
-            if replaced is not None:
-                setattr(strategy, name, replaced)
-        self._wrapped.clear()
-        self._pending.clear()
-        self._row = None
-        unwatch(self)
+        self._patches.restore()
+        meter, publisher = self._meter, self._publisher
+        with contextlib.ExitStack() as stack:  # last in, first out; a logger may fail
+            for part in (publisher, self._allocations, self._observer, meter):
+                if part is not None:
+                    stack.callback(part.close)
+            self._meter = self._publisher = self._observer = self._allocations = None
+            if meter is not None:
+                unwatch(meter)
 
+    # ---------------------------------------------------------------- steps
 
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The Trainer's own list of callbacks (an attribute it sets without declaring it)."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+    def _is_on(self, trainer: pl.Trainer) -> bool:
+        """False in trials that a tuner makes within training: it takes the Trainer's callbacks away for them."""
+        return self in callbacks_of(trainer)
 
+    def _fetching(self, trainer: pl.Trainer, tell: Callable[[StepMeter], None]) -> Callable[..., Any]:
+        def around(inner: Callable[..., Any], action_name: str) -> Any:
+            if action_name == _FETCH and self._meter is not None and self._is_on(trainer):
+                self._begin_step(trainer)
+                tell(self._meter)
+            return inner(action_name)
 
-def offload_engine_of(trainer: pl.Trainer) -> OffloadEngine | None:
-    """The engine that moves activations in this training, of the strategy or of a callback."""
-    owners = [trainer.strategy, *callbacks_of(trainer)]
-    engines = (getattr(owner, "offload_engine", None) for owner in owners)
-    return next((engine for engine in engines if engine is not None), None)
+        return around
 
+    def _transferring(self, trainer: pl.Trainer) -> Callable[..., Any]:
+        def transfer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            batch = inner(*args, **kwargs)
+            if self._meter is not None and trainer.training and self._is_on(trainer):
+                self._meter.data_ends()
+            return batch
 
-def _present(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-    yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
-    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    yield from (leaf for leaf in tree_leaves([states, batch]) if isinstance(leaf, Tensor))
+        return transfer
+
+    def _begin_step(self, trainer: pl.Trainer) -> None:
+        meter = self._meter
+        if meter is None or meter.is_measuring or (step_of(trainer) + 1) % self.every_n_steps:
+            return
+        engine = offload_engine_of(trainer)
+        if engine is not None:
+            engine.take_statistics()  # of steps that were not measured
+        meter.begin()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._observer is not None:
+            self._observer.batch_begins()
+        if self._publisher is not None:
+            self._publisher.flush()
+        if self._treatments is None:
+            self._treatments = [line for owner in treating(trainer) for line in owner.treatments()]
+        self._begin_step(trainer)
+        if self._meter is not None and self._meter.is_measuring:
+            tensors = [] if hands_out_iterator(trainer) else tensors_of(batch)
+            parameters = [*pl_module.parameters(), *pl_module.buffers()]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self._meter.batch_begins(
+                (shapes_of(tensors), trainer.fit_loop._should_accumulate()),
+                parameters,
+                lambda: chain(parameters, gradients, optimizer_tensors(trainer), tensors),
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._meter is None or self._publisher is None or not self._meter.is_measuring:
+            return
+        self._meter.batch_ends(count_work(batch))
+        if not trainer.fit_loop._should_accumulate():
+            record = self._meter.step_ends()
+            if record is not None:
+                engine = offload_engine_of(trainer)
+                offload = None if engine is None else engine.take_statistics()
+                self._publisher.add(step_of(trainer), record, offload)
+        if self.progress_bar:
+            shown = {name: value for name, value in self._publisher.latest.items() if name in _BAR}
+            pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._publisher is not None:
+            self._publisher.flush()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._publisher is not None:
+            self._publisher.flush()
+        if self._meter is not None:
+            self._meter.drop()  # a step that `on_train_batch_start` has broken off
+
+    def _in_phase(self, trainer: pl.Trainer, phase: str) -> Callable[..., Any]:
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on(trainer):
+                return inner(*args, **kwargs)
+            try:
+                if phase == "backward" and self._meter is not None and isinstance(args[0], Tensor):
+                    self._meter.backward_begins(args[0])
+                with self._measured(phase):
+                    return inner(*args, **kwargs)
+            except Exception as error:
+                self._explain(trainer, error, phase, args)
+                raise
+
+        return run
+
+    def _measured(self, phase: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._meter is None else self._meter.phase(phase)
+
+    # ---------------------------------------------------------------- when memory runs out
+
+    def _record_allocations(self, trainer: pl.Trainer) -> None:
+        if self.memory_snapshot is None:
+            return
+        device, folder = trainer.strategy.root_device, Path(self.memory_snapshot)
+        if not AllocationHistory.can_record(device):
+            rank_zero_warn(
+                f"`StepMonitor(memory_snapshot={str(self.memory_snapshot)!r})` has no effect: {device} cannot record "
+                "its allocations."
+            )
+            return
+        self._allocations = AllocationHistory(
+            device, lambda: folder / f"out_of_memory_rank{trainer.global_rank}_step{step_of(trainer)}.pickle"
+        )
+
+    def _explain(self, trainer: pl.Trainer, error: BaseException, phase: str, given: Sequence[Any] = ()) -> None:
+        if self._observer is None:
+            return
+        try:
+            explanation = self._observer.explain(error, phase, given)
+            if explanation is None:
+                return
+            lines = [str(explanation)]
+            if self._allocations is not None:
+                lines.append(f"Memory snapshot: {self._allocations.after_error()}")
+        except Exception as failure:  # whatever happens here, the user's own error goes on
+            _log.warning("StepMonitor could not tell where memory stood: %r", failure)
+            return
+        text = f"Step {step_of(trainer)}: " + "\n".join(lines)
+        if trainer.is_global_zero:
+            rank_zero_info(text)
+        else:
+            _log.warning("Rank %d, %s", trainer.global_rank, text.splitlines()[0])

@@ -1,6 +1,6 @@
 """Saved activations in host memory, copied there and back behind compute. Plain PyTorch, no Lightning."""
 
-from lightning_ckpt.offload.boundaries import Boundaries, find_compiled_whole
+from lightning_ckpt.measure.boundaries import Boundaries, find_compiled_whole
 from lightning_ckpt.offload.device import why_not
 from lightning_ckpt.offload.engine import OffloadEngine
 from lightning_ckpt.offload.options import OffloadError, OffloadOptions

@@ -331,7 +331,7 @@ class OffloadEngine:
     def take_statistics(self) -> StepStatistics:
         """What offload did since this was called last."""
         with self._guard:
-            return self._ledger.take()
+            return self._ledger.take(self._planner.link)
 
     def learn(self, model: nn.Module | None) -> None:
         """Note what `model` keeps in memory anyway: its parameters and buffers never travel."""

@@ -26,15 +26,17 @@ class Planner:
         say: called with what a user should know.
 
     Attributes:
+        link: bytes per second that the link to the host carries out and in, None until that has been measured.
         staying: groups that stay on the device, and the bytes that were measured. Empty until a step has been measured.
         timeline: the measurement in progress, None between measurements.
     """
 
     def __init__(self, transfers: Transfers, move: Literal["hidden", "all"], say: Callable[[str], None]) -> None:
+        self.link: tuple[float, float] | None = None
         self.staying: dict[Key, int] = {}
         self.timeline: Timeline | None = None
         self._transfers = transfers
-        self._measures = move == "hidden"
+        self._chooses = move == "hidden"
         self._say = say
         self._measured: Timeline | None = None
         self._known: set[Key] = set()
@@ -50,7 +52,7 @@ class Planner:
                 self._choose(self._measured, max_inflight_bytes, prefetch_bytes)
                 self._measured = None
                 self._planned_at = steps
-        elif self._measures and steps and self._is_due(steps - self._planned_at):
+        elif steps and self._is_due(steps - self._planned_at):
             self._measure(True)
 
     def _is_due(self, steps: int) -> bool:
@@ -85,6 +87,9 @@ class Planner:
         self._known |= {cost.key for cost in costs}
         out, into = timeline.bytes_per_s(timeline.flights), timeline.bytes_per_s(timeline.loads)
         if out is None or into is None:
+            return
+        self.link = out, into
+        if not self._chooses:
             return
         movable = {cost.key: cost.nbytes for cost in costs if cost.movable}
         free = self._room + sum(nbytes for key, nbytes in movable.items() if key in self.staying)

@@ -1,6 +1,7 @@
 """What offload does: sums that go on, and those of one optimizer step."""
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_ckpt.offload.timeline import Pair, Timeline
@@ -26,6 +27,7 @@ class StepStatistics:
         forward_waits: pairs of events around each wait of the device for a copy, in forward; the latest ones, if nobody
             asks for them.
         backward_waits: the same in backward.
+        link: bytes per second that the link carries out and in, once that has been measured.
     """
 
     out_bytes: int = 0
@@ -38,22 +40,34 @@ class StepStatistics:
     stayed_bytes: Counter[str] = field(default_factory=Counter)
     forward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
     backward_waits: deque[Pair] = field(default_factory=lambda: deque(maxlen=_MOST_WAITS))
+    link: tuple[float, float] | None = None
 
-    def metrics(self) -> dict[str, float]:
-        """Name and value of each metric, once the device is through with the step."""
+    def figures(self) -> dict[str, float]:
+        """Everything in plain numbers, once the device is through with the step: MiB, ms and counts."""
         return {
-            "offload/out_MiB": self.out_bytes / _MIB,
-            "offload/in_MiB": self.in_bytes / _MIB,
-            "offload/resident_MiB": self.resident_bytes / _MIB,
-            "offload/host_MiB": self.host_bytes / _MIB,
-            "offload/host_locked_MiB": self.locked_bytes / _MIB,
-            "offload/late_allocations": float(self.late_allocations),
-            "offload/stayed_last_MiB": self.stayed_bytes["last"] / _MIB,
-            "offload/stayed_unhidden_MiB": self.stayed_bytes["not hidden"] / _MIB,
-            "offload/stayed_budget_MiB": self.stayed_bytes["host budget"] / _MIB,
-            "offload/forward_wait_ms": sum(start.elapsed_time(end) for start, end in self.forward_waits),
-            "offload/backward_wait_ms": sum(start.elapsed_time(end) for start, end in self.backward_waits),
+            "out_MiB": self.out_bytes / _MIB,
+            "in_MiB": self.in_bytes / _MIB,
+            "resident_MiB": self.resident_bytes / _MIB,
+            "host_MiB": self.host_bytes / _MIB,
+            "host_locked_MiB": self.locked_bytes / _MIB,
+            "late_allocations": float(self.late_allocations),
+            "stayed_last_MiB": self.stayed_bytes["last"] / _MIB,
+            "stayed_unhidden_MiB": self.stayed_bytes["not hidden"] / _MIB,
+            "stayed_budget_MiB": self.stayed_bytes["host budget"] / _MIB,
+            "forward_wait_ms": _milliseconds(self.forward_waits),
+            "backward_wait_ms": _milliseconds(self.backward_waits),
         }
+
+    def copy_ms(self) -> float | None:
+        """Time that the copies took on the link, by its measured speed; None before that is known."""
+        if self.link is None:
+            return None
+        out_speed, in_speed = self.link
+        return (self.out_bytes / out_speed + self.in_bytes / in_speed) * 1e3
+
+
+def _milliseconds(waits: Iterable[Pair]) -> float:
+    return sum((start.elapsed_time(end) for start, end in waits), 0.0)
 
 
 class Ledger:
@@ -92,8 +106,9 @@ class Ledger:
                     timeline.waited(pair)
             waits.clear()
 
-    def take(self) -> StepStatistics:
+    def take(self, link: tuple[float, float] | None) -> StepStatistics:
         """The statistics of the step, which is over."""
+        self.step.link = link
         taken, self.step = self.step, StepStatistics()
         self._taken_at = self.steps
         return taken

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ckpt.recompute.arguments import Keep
 from lightning_ckpt.recompute.fingerprint import Verify
 from lightning_ckpt.recompute.foreign import is_switched_on
-from lightning_ckpt.recompute.frame import Frame, ReplayError
+from lightning_ckpt.recompute.frame import Frame, ReplayError, is_out_of_memory
 from lightning_ckpt.recompute.inspection import FILLS_LATE, inspect_call
 from lightning_ckpt.recompute.inventory import Inventory
 
@@ -116,9 +116,9 @@ class Recompute:
         """Whatever goes wrong in the bookkeeping names the layer."""
         try:
             yield
-        except (ReplayError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
+            if isinstance(error, ReplayError) or is_out_of_memory(error):
+                raise
             raise ReplayError(
                 f"Recomputed layer {self.name!r} could not be photographed: {type(error).__name__}({error}). Leave it "
                 "out with `layers=` or `check_fn=`, and please report this."

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ from lightning_ckpt.recompute.watch import announced_replay, watched
 
 if TYPE_CHECKING:
     from lightning_ckpt.recompute.attach import Recompute
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 
 
 class ReplayError(RuntimeError):
@@ -72,6 +75,11 @@ class Frame:
         owner: what is attached to the layer.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
+
+    Attributes:
+        arguments: what the call was given.
+        verified: whether the replay is compared with this call by fingerprints.
+        unsaved: storages that autograd would have kept; None while nobody watches.
     """
 
     def __init__(self, owner: "Recompute", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -88,15 +96,14 @@ class Frame:
         self._window = Window.current()
         self._host = HostStreams() if learned.learning or learned.draws else None
         unseen = learned.learning or bool(owner.given_up)
-        self._verified = is_verified(owner.verify, learned.calls, unseen) and not owner.fills_late
+        self.verified = is_verified(owner.verify, learned.calls, unseen) and not owner.fills_late
         self._muted: Muted = []
         self._slots: list[weakref.ref[Slot]] = []
         self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
         self._filled = 0
         self._running = False
         self._written = False
-        # Storages that autograd would have kept; noted only while somebody watches.
-        self.unsaved = StorageSizes() if watched() else None
+        self.unsaved = StorageSizes(outlives=True) if watched() else None
 
     @property
     def given_up(self) -> list[str]:
@@ -138,7 +145,7 @@ class Frame:
                 slot.fingerprint = None
 
     def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(self, fingerprint(tensor) if self._verified else None)
+        slot = Slot(self, fingerprint(tensor) if self.verified else None)
         self._slots.append(weakref.ref(slot))
         self._kinds.append((None if _has_no_shape(tensor) else tensor.shape, tensor.dtype))
         if self.unsaved is not None:
@@ -190,9 +197,9 @@ class Frame:
                 self._owner.run(*args, **kwargs)
             except _Stop:
                 pass
-            except (ReplayError, torch.OutOfMemoryError):
-                raise
             except Exception as error:
+                if isinstance(error, ReplayError) or is_out_of_memory(error):
+                    raise
                 if self._filled < len(self._slots):  # else it comes of the stop, which the layer has caught
                     raise self._error(
                         f"raised {type(error).__name__}({error}) in the replay but not in forward, so something that "
@@ -296,3 +303,18 @@ def _deeper() -> Iterator[None]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory has run out: of an accelerator, its libraries or the host, which have no class of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    )
+
+
+def replayed_layer(frame: FrameType) -> str | None:
+    """Name of the layer that runs for the second time in this frame of a traceback, or None if none does."""
+    if frame.f_code is Frame._run_again.__code__:
+        name: str = frame.f_locals["self"]._owner.name
+        return name
+    return None

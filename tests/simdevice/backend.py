@@ -6,13 +6,19 @@ and unordered accesses to the same memory are reported by `races`.
 
 import contextlib
 import importlib.util
+import pickle
 import types
+import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from build import NAME, library
 from simulated_clock import SimulatedClock
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 NO_LIMIT = 1 << 40
 
@@ -126,6 +132,87 @@ def check_host_access(pointer: int, bytes: int, write: bool, name: str) -> None:
     _extension.check_host_access(pointer, bytes, write, name)
 
 
+# ---------------------------------------------------------------- torch.sim.memory
+
+
+class _Recording(TorchDispatchMode):
+    """Notes births and deaths of the device's storages as operators return them, and where memory ran out."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__()
+        self.entries: deque[dict[str, Any]] = deque(maxlen=max_entries)
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            output = func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self.entries.append({"action": "oom", "operator": str(func)})
+            for observer in _memory_observers:
+                observer(0, 0, torch.accelerator.memory_allocated(), 0)
+            raise
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "sim":
+                self._born(tensor.untyped_storage(), str(func))
+        return output
+
+    def _born(self, storage: torch.UntypedStorage, operator: str) -> None:
+        key, entry = storage._cdata, {"addr": storage.data_ptr(), "size": storage.nbytes()}
+        if key in self._alive or not storage.nbytes():
+            return
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.entries.append({"action": "free_completed", **entry})
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.entries.append({"action": "alloc", "operator": operator, **entry})
+
+
+_memory_observers: list[Callable[..., object]] = []
+_recording: _Recording | None = None
+
+
+def recording() -> bool:
+    """Whether `torch.sim.memory` records allocations."""
+    return _recording is not None
+
+
+def _record_memory_history(enabled: str | None = "all", max_entries: int = 1 << 20) -> None:
+    global _recording
+    if _recording is not None:
+        assert _get_current_dispatch_mode() is _recording, "another mode was entered and not left"
+        _recording.__exit__(None, None, None)
+        _recording = None
+    if enabled is not None:
+        _recording = _Recording(max_entries)
+        _recording.__enter__()
+
+
+def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    trace = [] if _recording is None else list(_recording.entries)
+    with open(filename, "wb") as file:
+        pickle.dump({"segments": [], "device_traces": [trace]}, file)
+
+
+def attach_out_of_memory_observer(observer: Callable[..., object]) -> None:
+    """As `torch._C._cuda_attach_out_of_memory_observer`; told while allocations are recorded."""
+    _memory_observers.append(observer)
+
+
+def _memory_module() -> types.ModuleType:
+    module = types.ModuleType("torch.sim.memory")
+    module._record_memory_history = _record_memory_history  # type: ignore[attr-defined]
+    module._dump_snapshot = _dump_snapshot  # type: ignore[attr-defined]
+    return module
+
+
 # ---------------------------------------------------------------- torch.sim
 
 
@@ -175,6 +262,7 @@ def _module() -> types.ModuleType:
         "Event": torch.Event,
         "empty_cache": accelerator.empty_cache,
         "mem_get_info": accelerator.get_memory_info,
+        "memory": _memory_module(),
     }
     statistics = (
         "memory_allocated",

@@ -1,0 +1,50 @@
+"""How much a batch holds: tokens where it can be told, samples else."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Work:
+    """Contents of a batch.
+
+    Attributes:
+        tokens: tokens, padding included, or None where the batch holds none.
+        samples: rows of the first tensor, or None where there is no tensor.
+    """
+
+    tokens: int | None
+    samples: int | None
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> Hashable:
+    """What batches of one kind have in common: shapes and types of their tensors."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def count_work(batch: Any) -> Work:
+    """Count tokens and samples of a batch by its shapes.
+
+    Tokens are the elements of `batch["input_ids"]`, as Hugging Face names them, or else of the first tensor if that is
+    a table of integers, one row a sample. Samples are the rows of the first tensor.
+    """
+    first = next((tensor for tensor in tensors_of(batch) if tensor.dim() > 0), None)
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        first = batch["input_ids"]
+    if first is None or first.dim() == 0:
+        return Work(None, None)
+    is_text = first.dim() == 2 and first.dtype in (torch.int64, torch.int32)
+    return Work(first.numel() if is_text else None, first.shape[0])

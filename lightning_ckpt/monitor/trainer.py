@@ -1,0 +1,56 @@
+"""What others need to know of a Trainer, and what it does not say itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_ckpt.offload import OffloadEngine
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's own list of callbacks (an attribute it sets without declaring it)."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def step_of(trainer: pl.Trainer) -> int:
+    """The step that the Trainer logs the loss of the current batch at."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def hands_out_iterator(trainer: pl.Trainer) -> bool:
+    """Whether ``training_step`` fetches its batches itself, so that they are not known before."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def offload_engine_of(trainer: pl.Trainer) -> OffloadEngine | None:
+    """The engine that moves activations in this training, of the strategy or of a callback."""
+    owners = [trainer.strategy, *callbacks_of(trainer)]
+    engines = (getattr(owner, "offload_engine", None) for owner in owners)
+    return next((engine for engine in engines if engine is not None), None)
+
+
+def treating(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks and the strategy that treat layers: each has `treatments` and knows what would `spare_more`."""
+    return [owner for owner in (*callbacks_of(trainer), trainer.strategy) if hasattr(owner, "spare_more")]
+
+
+def replicas_of(trainer: pl.Trainer) -> int:
+    """In how many parts the data is divided: less than the number of ranks where some of them share a batch."""
+    settings: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(settings.get("num_replicas", 1))
+
+
+def optimizer_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
+    """The optimizers' states."""
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    yield value
+                elif isinstance(value, (list, tuple, dict)):
+                    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
