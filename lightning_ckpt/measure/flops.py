@@ -81,6 +81,11 @@ class FlopMeter:
         self._recompute = 0
         self._replay_since = 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether there is something to enter around what computes."""
+        return self._count is not None and not self._entered
+
     @contextlib.contextmanager
     def _counting_once(self, count: _Count) -> Iterator[None]:
         self._entered = True

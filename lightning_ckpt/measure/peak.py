@@ -36,6 +36,10 @@ class BatchMemory:
 class PeakMeter(Protocol):
     """Measures one batch after another."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether there is something to enter around what computes."""
+
     def begin(self, kind: Hashable, present: Callable[[], Iterable[Tensor]]) -> None:
         """A batch begins. `kind` tells batches apart; `present` gives the tensors that are in memory already."""
 
@@ -60,6 +64,8 @@ class PeakMeter(Protocol):
 
 class AcceleratorPeak:
     """The allocator's own statistics."""
+
+    counts = False
 
     def __init__(self, device: torch.device) -> None:
         self._counter = PeakCounter(device)
@@ -118,6 +124,10 @@ class CountedPeak:
             self._peaks: dict[str, int] = defaultdict(int)
             self._after_forward: int | None = None
 
+    @property
+    def counts(self) -> bool:
+        return self._live is not None and not self._entered
+
     @contextlib.contextmanager
     def _counting_once(self, live: LiveBytes):  # type: ignore[no-untyped-def]
         self._entered = True
@@ -128,9 +138,7 @@ class CountedPeak:
             self._entered = False
 
     def counting(self) -> AbstractContextManager[object]:
-        if self._live is None or self._entered:
-            return contextlib.nullcontext()
-        return self._counting_once(self._live)
+        return contextlib.nullcontext() if self._live is None or self._entered else self._counting_once(self._live)
 
     def phase_ends(self, phase: str) -> None:
         if self._live is not None:

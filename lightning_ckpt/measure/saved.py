@@ -1,14 +1,14 @@
 """Bytes of saved activations: what autograd keeps between forward and backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, packed_values
-from lightning_ckpt.measure.storage import StorageSizes
+from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, kind_of, packed_values
+from lightning_ckpt.measure.storage import PLAIN, StorageSizes
 from lightning_ckpt.offload.records import Flattened, Kept, Moved
 from lightning_ckpt.recompute.frame import Slot
 
@@ -56,9 +56,14 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
     verified = 0
     complete = True
     for node in graph_nodes(outputs):
-        complete = complete and "CompiledFunction" not in node.name()
-        for packed, unpack_hook in packed_values(node):
-            if isinstance(packed, Slot):
+        kind = kind_of(node)
+        if kind.holds_nothing:
+            continue
+        complete = complete and not kind.is_compiled
+        for packed, record in packed_values(node):
+            if type(packed) in PLAIN:  # nearly all of them
+                kept.add(packed)
+            elif isinstance(packed, Slot):
                 frame = packed.frame
                 if id(frame) not in frames:
                     frames.add(id(frame))
@@ -67,15 +72,17 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
                     if frame.unsaved is not None:
                         unsaved.update(frame.unsaved)
             elif is_checkpoint_holder(packed):
-                foreign = _checkpoint_frame(unpack_hook)
+                foreign = _checkpoint_frame(record)
                 if foreign is not None and id(foreign) not in frames:
                     frames.add(id(foreign))
                     kept.add_all(_checkpoint_inputs(foreign))
-            elif isinstance(packed, Tensor):
-                kept.add(packed)
             else:
                 kept.add_all(_tensors_in(packed))
                 _add_moved(plain, packed)
+    pattern = hash((kept.sizes, inputs.sizes, verified))
+    saved_plainly = kept.bytes_without(present)
+    if not frames and not plain.sizes:  # nothing is treated
+        return SavedBytes(saved_plainly, 0, saved_plainly, pattern, complete)
     plain.update(kept)
     plain.update(unsaved)
     kept.update(inputs)
@@ -83,20 +90,20 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
         saved=kept.bytes_without(present),
         avoided=unsaved.bytes_without(present, kept),
         plain=plain.bytes_without(present),
-        pattern=hash((kept.sizes, verified)),
+        pattern=pattern,
         complete=complete,
     )
 
 
 def kept_tensors(node: Node) -> Iterator[Tensor]:
     """What `node` keeps for its backward; for a recomputed layer, its frame's inputs and what has been regained."""
-    for packed, unpack_hook in packed_values(node):
+    for packed, record in packed_values(node):
         if isinstance(packed, Slot):
             yield from packed.frame.arguments.on_device()
             if packed.value is not None:
                 yield packed.value
         elif is_checkpoint_holder(packed):
-            foreign = _checkpoint_frame(unpack_hook)
+            foreign = _checkpoint_frame(record)
             if foreign is not None:
                 yield from _checkpoint_inputs(foreign)
         else:
@@ -125,8 +132,8 @@ def _tensors_in(packed: Any) -> Iterator[Tensor]:
 # The frame of `torch.utils.checkpoint`, which keeps the inputs, is known to the unpack hook alone.
 
 
-def _checkpoint_frame(unpack_hook: Callable[..., Any] | None) -> Any:
-    cells = getattr(unpack_hook, "__closure__", None) or ()
+def _checkpoint_frame(record: Any) -> Any:
+    cells = getattr(record.unpack_hook, "__closure__", None) or ()
     contents = (cell.cell_contents for cell in cells)
     return next((content for content in contents if type(content).__name__ == "_CheckpointFrame"), None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ckpt.measure.clock import make_clock
 from lightning_ckpt.measure.flops import FlopMeter, Flops
-from lightning_ckpt.measure.host import resident_bytes
+from lightning_ckpt.measure.host import ResidentMemory
 from lightning_ckpt.measure.peak import BatchMemory, make_peak_meter
 from lightning_ckpt.measure.phases import Phases
 from lightning_ckpt.measure.saved import SavedBytes, saved_bytes
@@ -58,7 +58,7 @@ class StepMeter:
 
     def __init__(self, device: torch.device, count_flops: bool = False) -> None:
         self.clock = make_clock(device)
-        self._is_cpu = device.type == "cpu"
+        self._process = ResidentMemory() if device.type == "cpu" else None
         self._peak = make_peak_meter(device)
         self._flops = FlopMeter() if count_flops else None
         self._meters = [meter for meter in (self._peak, self._flops) if meter is not None]
@@ -153,17 +153,13 @@ class StepMeter:
         if self._flops is not None:
             self._flops.begin(kind)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[object]:
         """What runs inside belongs to this phase of the micro-batch, but for phases inside it."""
         if self._record is None or not self._in_batch:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._record.phases.phase(name))
-            for meter in self._meters:
-                stack.enter_context(meter.counting())
-            yield
+            return contextlib.nullcontext()
+        phase = self._record.phases.phase(name)
+        counting = [meter.counting() for meter in self._meters if meter.counts]
+        return _entered([phase, *counting]) if counting else phase
 
     def _phase_ends(self, phase: str) -> None:
         if self._peak is not None and self._in_batch:
@@ -208,8 +204,8 @@ class StepMeter:
         if self._peak is not None:
             retries = self._peak.retries()
             record.retries, self._retries = retries - self._retries, retries
-        if self._is_cpu:
-            record.process_bytes = resident_bytes()
+        if self._process is not None:
+            record.process_bytes = self._process.bytes()
         return record
 
     # ---------------------------------------------------------------- replays
@@ -227,3 +223,11 @@ class StepMeter:
             self._record.phases.add("recompute", since, self.clock.mark())
             if self._flops is not None:
                 self._flops.replay_ends()
+
+
+@contextlib.contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

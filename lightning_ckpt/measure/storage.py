@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)  # no subclasses
 
 
 def storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     """The storages that hold the data of `tensor`: several for sparse tensors and tensor subclasses."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all of them
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:  # nearly all of them
         try:
             return (tensor.untyped_storage(),)
         except (NotImplementedError, RuntimeError):  # functional tensors have no storage
@@ -57,9 +57,10 @@ class StorageSizes:
         """Add the storages of `tensor`."""
         for storage in storages(tensor):
             key: int = storage._cdata
-            if self._references is not None and key not in self._sizes:
-                self._references.append(StorageWeakRef(storage))
-            self._sizes[key] = storage.nbytes()
+            if key not in self._sizes:
+                self._sizes[key] = storage.nbytes()
+                if self._references is not None:
+                    self._references.append(StorageWeakRef(storage))
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
         """Add the storages of all `tensors`."""
@@ -81,7 +82,8 @@ class StorageSizes:
 
     def bytes_without(self, *others: "StorageSizes") -> int:
         """Bytes of the storages that are in none of the `others`."""
-        if not others:
-            return sum(self._sizes.values())
-        known = set().union(*(other._sizes for other in others))
-        return sum(size for identity, size in self._sizes.items() if identity not in known)
+        sizes = self._sizes
+        for other in others:
+            known = other._sizes
+            sizes = {identity: size for identity, size in sizes.items() if identity not in known}
+        return sum(sizes.values())

@@ -25,11 +25,13 @@ from lightning_ckpt.monitor.summary import History, Summary, show
 from lightning_ckpt.monitor.trainer import (
     callbacks_of,
     hands_out_iterator,
+    model_tensors,
     offload_engine_of,
     optimizer_tensors,
     step_of,
     treating,
 )
+from lightning_ckpt.offload import OffloadEngine
 from lightning_ckpt.recompute.watch import unwatch, watch
 
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning's profilers call waiting for a batch
@@ -127,6 +129,7 @@ class StepMonitor(pl.Callback):
         self._patches = Patches()
         self._history = History()
         self._treatments: list[str] | None = None
+        self._engine: OffloadEngine | None = None
         self._meter: StepMeter | None = None
         self._publisher: Publisher | None = None
         self._observer: OutOfMemoryObserver | None = None
@@ -209,7 +212,7 @@ class StepMonitor(pl.Callback):
             for part in (publisher, self._allocations, self._observer, meter):
                 if part is not None:
                     stack.callback(part.close)
-            self._meter = self._publisher = self._observer = self._allocations = None
+            self._meter = self._publisher = self._observer = self._allocations = self._engine = None
             if meter is not None:
                 unwatch(meter)
 
@@ -241,9 +244,8 @@ class StepMonitor(pl.Callback):
         meter = self._meter
         if meter is None or meter.is_measuring or (step_of(trainer) + 1) % self.every_n_steps:
             return
-        engine = offload_engine_of(trainer)
-        if engine is not None:
-            engine.take_statistics()  # of steps that were not measured
+        if self._engine is not None:
+            self._engine.take_statistics()  # of steps that were not measured
         meter.begin()
 
     @override
@@ -254,12 +256,13 @@ class StepMonitor(pl.Callback):
             self._observer.batch_begins()
         if self._publisher is not None:
             self._publisher.flush()
-        if self._treatments is None:
+        if self._treatments is None:  # everything has been set up
             self._treatments = [line for owner in treating(trainer) for line in owner.treatments()]
+            self._engine = offload_engine_of(trainer)
         self._begin_step(trainer)
         if self._meter is not None and self._meter.is_measuring:
             tensors = [] if hands_out_iterator(trainer) else tensors_of(batch)
-            parameters = [*pl_module.parameters(), *pl_module.buffers()]
+            parameters = model_tensors(pl_module)
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self._meter.batch_begins(
                 (shapes_of(tensors), trainer.fit_loop._should_accumulate()),
@@ -277,8 +280,7 @@ class StepMonitor(pl.Callback):
         if not trainer.fit_loop._should_accumulate():
             record = self._meter.step_ends()
             if record is not None:
-                engine = offload_engine_of(trainer)
-                offload = None if engine is None else engine.take_statistics()
+                offload = None if self._engine is None else self._engine.take_statistics()
                 self._publisher.add(step_of(trainer), record, offload)
         if self.progress_bar:
             shown = {name: value for name, value in self._publisher.latest.items() if name in _BAR}
@@ -311,7 +313,7 @@ class StepMonitor(pl.Callback):
 
         return run
 
-    def _measured(self, phase: str) -> AbstractContextManager[None]:
+    def _measured(self, phase: str) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._meter is None else self._meter.phase(phase)
 
     # ---------------------------------------------------------------- when memory runs out

@@ -30,9 +30,10 @@ class RowWriter:
 
     def _log(self, inner: Callable[..., Any], metrics: dict[str, Any], step: int | None = None) -> Any:
         if step is None and "step" not in metrics:  # else the user moves his metrics to a step of his own
-            # The host waits here for what is logged, as it would a moment later, so the device has passed the step.
-            convert_tensors_to_scalars(metrics)
-            self._poll()
+            if step_of(self._trainer) not in self._rows:
+                # The host waits here for what is logged, as it would a moment later: the device has passed the step.
+                convert_tensors_to_scalars(metrics)
+                self._poll()
             metrics = {**metrics, **self._rows.pop(step_of(self._trainer), {})}
         return inner(metrics, step=step)
 
