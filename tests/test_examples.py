@@ -18,8 +18,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNS = ("plain", "every_n_layers=1", "every_n_layers=2")
 STEPS = 8
 METRICS = {
-    *("memory/saved_MiB", "memory/avoided_MiB", "memory/peak_MiB"),
-    *("time/step_ms", "time/forward_ms", "time/backward_ms", "time/recompute_ms"),
+    *("memory/peak_MiB", "memory/peak_phase", "memory/after_forward_MiB", "memory/process_MiB"),
+    *("memory/saved_MiB", "memory/avoided_MiB", "time/step_ms", "time/data_ms", "time/forward_ms", "time/backward_ms"),
+    *("time/recompute_ms", "time/optimizer_ms", "time/tokens_per_s"),
 }
 
 
