@@ -16,7 +16,7 @@ pictures: $(VENV)/.installed
 
 # The simulated device is registered for a whole process, so its tests have one of their own.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/simdevice $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed

@@ -129,7 +129,11 @@ def _names(folders: Sequence[Path], tops: Sequence[Path]) -> list[str]:
 def _read(folder: Path) -> dict[str, Series]:
     table = folder / _CSV
     metrics = _read_csv(table) if table.exists() else _read_events(folder)
-    return {metric: series for metric, series in metrics.items() if series}
+    finite = {
+        metric: {step: value for step, value in series.items() if math.isfinite(value)}
+        for metric, series in metrics.items()
+    }
+    return {metric: series for metric, series in finite.items() if series}
 
 
 def _read_csv(table: Path) -> dict[str, Series]:

@@ -823,7 +823,7 @@ def test_offload_imports_without_lightning():
     )
     *imported, options_work, lightning_is_there = done.stdout.split()
     assert (options_work, lightning_is_there) == ("True", "False")
-    modules = {"boundaries", "engine", "groups", "host_memory", "options", "schedule", "transfers"}
+    modules = {"admission", "engine", "groups", "host_memory", "options", "schedule", "transfers"}
     assert {f"lightning_ckpt.offload.{module}" for module in modules} <= set(imported)
     assert "lightning_ckpt.selection.select" in imported
     assert done.returncode != 0, "a strategy needs Lightning"

@@ -1,8 +1,7 @@
 """StepMonitor: memory and time of every optimizer step, through whatever loggers the Trainer has."""
 
 import contextlib
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing_extensions import override
 
 from lightning_ckpt.measure.step import StepMeter
 from lightning_ckpt.measure.work import count_work, shapes_of, tensors_of
-from lightning_ckpt.monitor.allocations import AllocationHistory
-from lightning_ckpt.monitor.out_of_memory import ELSEWHERE, OutOfMemoryObserver
+from lightning_ckpt.monitor.out_of_memory import ELSEWHERE, OutOfMemoryReporter
 from lightning_ckpt.monitor.patches import Patches
 from lightning_ckpt.monitor.publisher import Publisher
 from lightning_ckpt.monitor.summary import History, Summary, show
@@ -36,7 +34,6 @@ from lightning_ckpt.recompute.watch import unwatch, watch
 
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # what Lightning's profilers call waiting for a batch
 _BAR = ("memory/peak_MiB", "time/step_ms")
-_log = logging.getLogger(__name__)
 
 
 class StepMonitor(pl.Callback):
@@ -132,8 +129,7 @@ class StepMonitor(pl.Callback):
         self._engine: OffloadEngine | None = None
         self._meter: StepMeter | None = None
         self._publisher: Publisher | None = None
-        self._observer: OutOfMemoryObserver | None = None
-        self._allocations: AllocationHistory | None = None
+        self._out_of_memory: OutOfMemoryReporter | None = None
 
     def summary(self) -> Summary:
         """Memory and time so far, at any time during or after ``fit``: an object that prints as a table.
@@ -169,8 +165,7 @@ class StepMonitor(pl.Callback):
             return
         if trainer.barebones:
             return
-        self._observer = OutOfMemoryObserver(trainer, pl_module)
-        self._record_allocations(trainer)
+        self._out_of_memory = OutOfMemoryReporter(trainer, pl_module, self.memory_snapshot)
         for name, phase in (("training_step", "forward"), ("backward", "backward"), ("optimizer_step", "optimizer")):
             self._patches.wrap(trainer.strategy, name, self._in_phase(trainer, phase))
         # All ranks or none: each row takes a collective.
@@ -195,7 +190,8 @@ class StepMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._explain(trainer, exception, ELSEWHERE)
+        if self._out_of_memory is not None:
+            self._out_of_memory.report(exception, ELSEWHERE)
         try:
             self._stop()
         except Exception as failure:  # of a logger; it must not take the place of the user's own error
@@ -209,10 +205,10 @@ class StepMonitor(pl.Callback):
         self._patches.restore()
         meter, publisher = self._meter, self._publisher
         with contextlib.ExitStack() as stack:  # last in, first out; a logger may fail
-            for part in (publisher, self._allocations, self._observer, meter):
+            for part in (publisher, self._out_of_memory, meter):
                 if part is not None:
                     stack.callback(part.close)
-            self._meter = self._publisher = self._observer = self._allocations = self._engine = None
+            self._meter = self._publisher = self._out_of_memory = self._engine = None
             if meter is not None:
                 unwatch(meter)
 
@@ -252,8 +248,8 @@ class StepMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._observer is not None:
-            self._observer.batch_begins()
+        if self._out_of_memory is not None:
+            self._out_of_memory.batch_begins()
         if self._publisher is not None:
             self._publisher.flush()
         if self._treatments is None:  # everything has been set up
@@ -308,45 +304,11 @@ class StepMonitor(pl.Callback):
                 with self._measured(phase):
                     return inner(*args, **kwargs)
             except Exception as error:
-                self._explain(trainer, error, phase, args)
+                if self._out_of_memory is not None:
+                    self._out_of_memory.report(error, phase, args)
                 raise
 
         return run
 
     def _measured(self, phase: str) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._meter is None else self._meter.phase(phase)
-
-    # ---------------------------------------------------------------- when memory runs out
-
-    def _record_allocations(self, trainer: pl.Trainer) -> None:
-        if self.memory_snapshot is None:
-            return
-        device, folder = trainer.strategy.root_device, Path(self.memory_snapshot)
-        if not AllocationHistory.can_record(device):
-            rank_zero_warn(
-                f"`StepMonitor(memory_snapshot={str(self.memory_snapshot)!r})` has no effect: {device} cannot record "
-                "its allocations."
-            )
-            return
-        self._allocations = AllocationHistory(
-            device, lambda: folder / f"out_of_memory_rank{trainer.global_rank}_step{step_of(trainer)}.pickle"
-        )
-
-    def _explain(self, trainer: pl.Trainer, error: BaseException, phase: str, given: Sequence[Any] = ()) -> None:
-        if self._observer is None:
-            return
-        try:
-            explanation = self._observer.explain(error, phase, given)
-            if explanation is None:
-                return
-            lines = [str(explanation)]
-            if self._allocations is not None:
-                lines.append(f"Memory snapshot: {self._allocations.after_error()}")
-        except Exception as failure:  # whatever happens here, the user's own error goes on
-            _log.warning("StepMonitor could not tell where memory stood: %r", failure)
-            return
-        text = f"Step {step_of(trainer)}: " + "\n".join(lines)
-        if trainer.is_global_zero:
-            rank_zero_info(text)
-        else:
-            _log.warning("Rank %d, %s", trainer.global_rank, text.splitlines()[0])

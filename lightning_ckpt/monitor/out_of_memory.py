@@ -1,18 +1,22 @@
 """What to say when memory runs out: where it stood, in which phase, and what would help most."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_ckpt.measure.boundaries import find_compiled_whole
 from lightning_ckpt.measure.layers import LayerTrace, frames_of, tensors_in, tensors_in_frames
-from lightning_ckpt.monitor.trainer import treating
+from lightning_ckpt.monitor.allocations import AllocationHistory
+from lightning_ckpt.monitor.trainer import step_of, treating
 from lightning_ckpt.recompute.frame import replayed_layer
 from lightning_ckpt.selection.detect import find_layers
 from lightning_ckpt.selection.modules import outermost
@@ -21,6 +25,7 @@ _MIB = 2**20
 _TOP = 5
 _SMALL_SHARE = 0.1  # of the allocated bytes; below it, saved activations are not what fills the memory
 _LARGE_SHARE = 0.8  # of the device's memory; above it, whatever else is there is
+_log = logging.getLogger(__name__)
 ELSEWHERE = "what is outside of the training step"
 
 
@@ -71,30 +76,64 @@ class OutOfMemory:
         return f"{saved}, of {self.allocated / _MIB:,.2f} MiB that tensors held on the device{end}"
 
 
-class OutOfMemoryObserver:
-    """Follows a model's layers, to tell where memory stood at any moment. It costs two hooks per layer call."""
+class OutOfMemoryReporter:
+    """Follows a model's layers, and says where memory stood when it runs out. It costs two hooks per layer call.
 
-    def __init__(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    Args:
+        trainer: the Trainer.
+        model: the model it trains.
+        snapshots: folder for PyTorch's memory snapshots, or None.
+    """
+
+    def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, snapshots: str | Path | None) -> None:
         self._trainer = trainer
         self._layers = _layers_of(model)
         self._trace = LayerTrace(model, self._layers)
-        self._seen: BaseException | None = None
+        self._reported: BaseException | None = None
+        self._allocations: AllocationHistory | None = None
+        if snapshots is not None:
+            self._record(snapshots)
+
+    def _record(self, snapshots: str | Path) -> None:
+        trainer, device = self._trainer, self._trainer.strategy.root_device
+        if not AllocationHistory.can_record(device):
+            rank_zero_warn(
+                f"`StepMonitor(memory_snapshot={str(snapshots)!r})` has no effect: {device} cannot record its "
+                "allocations."
+            )
+            return
+        self._allocations = AllocationHistory(
+            device, lambda: Path(snapshots) / f"out_of_memory_rank{trainer.global_rank}_step{step_of(trainer)}.pickle"
+        )
 
     def batch_begins(self) -> None:
         """What the layers did before is over."""
         self._trace.clear()
 
-    def explain(self, error: BaseException, phase: str, given: Sequence[Any] = ()) -> OutOfMemory | None:
-        """What to say about an error; None if it is another kind of error, or has been explained.
+    def report(self, error: BaseException, phase: str, given: Sequence[Any] = ()) -> None:
+        """Print what there is to say about an error, unless that was done or memory has not run out.
 
         Args:
-            error: the error.
+            error: the error, which goes on afterwards.
             phase: where it was raised.
             given: what the phase was given, such as the loss.
         """
-        if error is self._seen or not is_out_of_memory(error):
-            return None
-        self._seen = error
+        if error is self._reported or not is_out_of_memory(error):
+            return
+        self._reported = error
+        try:
+            lines = [str(self._explain(error, phase, given))]
+        except Exception as failure:  # whatever happens here, the user's own error goes on
+            lines = [f"Out of memory in {phase}. Where memory stood cannot be told: {failure!r}"]
+        if self._allocations is not None:
+            lines.append(f"Memory snapshot: {self._allocations.after_error()}")
+        text = f"Step {step_of(self._trainer)}: " + "\n".join(lines)
+        if self._trainer.is_global_zero:
+            rank_zero_info(text)
+        else:
+            _log.warning("Rank %d, %s", self._trainer.global_rank, text.splitlines()[0])
+
+    def _explain(self, error: BaseException, phase: str, given: Sequence[Any]) -> OutOfMemory:
         device = self._trainer.strategy.root_device
         roots = [*tensors_in({"given": given}), *tensors_in_frames(error.__traceback__)]
         saved = self._trace.saved_bytes(roots)
@@ -114,9 +153,11 @@ class OutOfMemoryObserver:
         return None
 
     def close(self) -> None:
-        """Leave the layers as they were."""
+        """Leave the layers as they were, and record no more."""
         self._trace.remove()
-        self._seen = None
+        self._reported = None
+        if self._allocations is not None:
+            self._allocations.close()
 
 
 def _layers_of(model: pl.LightningModule) -> dict[str, nn.Module]:
