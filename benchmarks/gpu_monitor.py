@@ -16,11 +16,12 @@ Exit status 1 if a peak differs.
 
 import argparse
 import csv
+import gc
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,19 @@ class Waiting(pl.Callback):
 
 
 class Check:
-    """Runs of the same training."""
+    """Runs of the same training; `make_settings` gives settings of the Trainer that are new for each."""
 
-    def __init__(self, steps: int, width: int, layers: int, folder: str) -> None:
+    def __init__(
+        self, steps: int, width: int, layers: int, folder: str, make_settings: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         self._steps, self._width, self._layers, self._folder = steps, width, layers, folder
+        self._make_settings = make_settings
 
     def fit(self, callbacks: Iterable[pl.Callback], logger: Logger | bool = False, rows: int = 8) -> float:
         """Seconds of a fit."""
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, 1024, (self._steps * rows, 512), generator=generator)
         trainer = pl.Trainer(
-            accelerator="auto",
             devices=1,
             max_epochs=1,
             logger=logger,
@@ -106,7 +109,9 @@ class Check:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **{"accelerator": "auto", **self._make_settings()},
         )
+        gc.collect()  # what earlier fits have left in cycles would count
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
         since = time.perf_counter()
@@ -125,14 +130,16 @@ class Check:
         """Compare peaks, and what the user reads afterwards; whether they are equal."""
         counters = Counters()
         self.fit([counters])
-        rows = self.monitored()
-        logged = [round(row["memory/peak_MiB"] * MIB) for row in rows]
-        same = logged == counters.peaks
+        read = counters.peaks
+        del counters  # Lightning binds a callback to the model, which would stay in memory
+        logged = [round(row["memory/peak_MiB"] * MIB) for row in self.monitored()]
+        same = logged == read
         print(f"peak: {'equal' if same else 'DIFFERENT'} in {len(logged)} steps; the last {logged[-1] / MIB:.2f} MiB")
         if not same:
-            print(f"  logged {logged}\n  read   {counters.peaks}")
+            print(f"  logged {logged}\n  read   {read}")
         after = []
         for callbacks in ([], [StepMonitor(table=False)]):
+            gc.collect()
             torch.accelerator.reset_peak_memory_stats()
             self.fit(callbacks, CSVLogger(self._folder))
             after.append(torch.accelerator.max_memory_allocated())
@@ -163,8 +170,7 @@ class Check:
     def out_of_memory(self) -> None:
         """Fill the device, then train."""
         free, _ = torch.accelerator.get_memory_info()
-        device = torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
-        hold = torch.empty(max(0, free - 2**30), dtype=torch.uint8, device=device)
+        hold = torch.empty(max(0, free - 2**30), dtype=torch.uint8, device=torch.accelerator.current_accelerator())
         snapshots = Path(self._folder) / "snapshots"
         try:
             self.fit([StepMonitor(memory_snapshot=snapshots)], CSVLogger(self._folder), rows=256)
