@@ -1,4 +1,4 @@
-"""What only an accelerator can tell about StepMonitor, in about a minute.
+"""What only an accelerator can tell about StepMonitor.
 
     python benchmarks/gpu_monitor.py [--steps 40] [--width 512] [--layers 8]
 

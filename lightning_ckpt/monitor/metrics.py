@@ -1,4 +1,4 @@
-"""The logged metrics: their names, how a measured step gives them, and how ranks are put together."""
+"""The logged metrics: their names, and how a measured step gives them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from lightning_ckpt.measure.boundaries import find_compiled_whole
 from lightning_ckpt.measure.layers import LayerTrace, frames_of, tensors_in, tensors_in_frames
 from lightning_ckpt.monitor.allocations import AllocationHistory
 from lightning_ckpt.monitor.trainer import step_of, treating
-from lightning_ckpt.recompute.frame import replayed_layer
+from lightning_ckpt.recompute.frame import is_out_of_memory, replayed_layer
 from lightning_ckpt.selection.detect import find_layers
 from lightning_ckpt.selection.modules import outermost
 
@@ -27,11 +27,6 @@ _SMALL_SHARE = 0.1  # of the allocated bytes; below it, saved activations are no
 _LARGE_SHARE = 0.8  # of the device's memory; above it, whatever else is there is
 _log = logging.getLogger(__name__)
 ELSEWHERE = "what is outside of the training step"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out, of an accelerator, a simulated one or the host."""
-    return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class OutOfMemoryReporter:
             phase: where it was raised.
             given: what the phase was given, such as the loss.
         """
-        if error is self._reported or not is_out_of_memory(error):
+        if error is self._reported or not (is_out_of_memory(error) or is_oom_error(error)):
             return
         self._reported = error
         try:

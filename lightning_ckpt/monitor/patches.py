@@ -18,12 +18,11 @@ class Patches:
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Have `wrapper(inner, *args, **kwargs)` called in the place of a method; returns that method, `inner`."""
-        inner: Callable[..., Any] = getattr(owner, name)
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Have `wrapper(inner, *args, **kwargs)` called in the place of a method, `inner`."""
+        inner = getattr(owner, name)
         self._replaced.append((owner, name, owner.__dict__.get(name)))
         owner.__dict__[name] = functools.partial(wrapper, inner)
-        return inner
 
     def restore(self) -> None:
         """Put everything back."""

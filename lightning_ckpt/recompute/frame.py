@@ -305,7 +305,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory has run out: of an accelerator, its libraries or the host, which have no class of their own."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
