@@ -1,7 +1,7 @@
 """ActivationCheckpointing: the one object most users touch."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,16 +11,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_ckpt.agreement import Settings, agree
+from lightning_ckpt.findings import names_of, report_first_batch
 from lightning_ckpt.monitor import StepMonitor, Summary
 from lightning_ckpt.monitor.trainer import callbacks_of, offload_engine_of
 from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, why_not
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
-from lightning_ckpt.recompute.inspection import CHECKPOINTS_ITSELF, KEEPS_CACHE
+from lightning_ckpt.recompute.policy import resolve_policy
 from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
-from lightning_ckpt.setup_shim import before_setup, forget
+from lightning_ckpt.setup_shim import Action, around_setup, forget
 from lightning_ckpt.strategies import has_stepped, local_ranks, note_step
 
 
@@ -33,7 +35,11 @@ class ActivationCheckpointing(pl.Callback):
 
     Layers are looked up after ``LightningModule.setup`` and ``configure_model``, so they may be built anywhere. Hugging
     Face layers are recomputed in eval mode too, and their key-value caches are replayed; their own checkpointing, where
-    it is on, is off meanwhile. A layer in PyTorch's ``checkpoint_wrapper`` is left to it, with a warning.
+    it is on, is off meanwhile. A layer that somebody else checkpoints (PyTorch's ``checkpoint_wrapper``,
+    ``FSDPStrategy(activation_checkpointing_policy=...)``, a checkpoint function that the model calls, also DeepSpeed's)
+    is left to them, with a warning.
+
+    On several ranks, the arguments and the chosen layers are compared when ``fit`` starts.
 
     Where a recompute cannot be exact, an error names the layer and says what to do. As a net under everything else,
     saved tensors are compared with those of the recompute by fingerprints (``verify``).
@@ -63,11 +69,17 @@ class ActivationCheckpointing(pl.Callback):
         offload: Set to true to keep the inputs of recomputed layers in pinned host memory until backward, under any
             strategy; or give options of the copies (``--ckpt.offload.keep_last 2``). Without an accelerator nothing is
             moved. A strategy such as ``ckpt_offload`` moves everything else that is saved, too.
+        policy: Operators whose results a layer keeps, so that only the rest is recomputed: ``matmul`` for matrix
+            products and attention, which take most of the time and a part of the memory; or a list of operators, such
+            as ``[matmul, aten.convolution]``. In compiled code, PyTorch's selective checkpointing keeps them. Default:
+            none, everything is recomputed.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
             ``check_fn`` are given, or, when ``fit`` starts, nothing was found or a pattern matches nothing.
-        MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer.
+        PolicyError: A ``ValueError``: ``policy`` names no operator, or one whose result cannot be kept.
+        MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer, or ranks differ in the
+            arguments or the chosen layers.
 
     Example::
 
@@ -85,6 +97,7 @@ class ActivationCheckpointing(pl.Callback):
         monitor: bool = True,
         verify: Literal["sample", "always", "off"] = "sample",
         offload: bool | OffloadOptions = False,
+        policy: list[Any] | str | None = None,
     ) -> None:
         check_every_n_layers(every_n_layers)
         if layers is not None and check_fn is not None:
@@ -102,6 +115,8 @@ class ActivationCheckpointing(pl.Callback):
         self.monitor = monitor
         self.verify: Literal["sample", "always", "off"] = verify
         self.offload = offload
+        self.policy = policy
+        self._operators = frozenset() if policy is None else resolve_policy(policy)
         #: The layers that are recomputed, once ``fit`` has started.
         self.selection: Selection | None = None
         #: What moves the inputs of recomputed layers, while ``fit`` runs and this callback has one of its own.
@@ -109,7 +124,7 @@ class ActivationCheckpointing(pl.Callback):
         self._monitor: StepMonitor | None = None
         self._boundaries: Boundaries | None = None
         self._recomputed: list[Recompute] = []
-        self._arm: Callable[[], None] | None = None
+        self._arm: Action | None = None
         self._reported = False
         self._given_up: set[str] = set()
 
@@ -118,6 +133,8 @@ class ActivationCheckpointing(pl.Callback):
         given = {name: value for name, value in shown.items() if value is not None and value is not True}
         if self.offload is not False:
             given["offload"] = self.offload
+        if self.policy is not None:
+            given["policy"] = self.policy
         return f"ActivationCheckpointing({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @override
@@ -127,12 +144,11 @@ class ActivationCheckpointing(pl.Callback):
         self._add_monitor(trainer)
         if not self.enabled:
             rank_zero_info(f"{self!r}: off, no layer is recomputed.")
-            return
         self._reported = False
         # `configure_model` has not run yet, and `on_fit_start` is too late: the strategy has wrapped the model by then,
         # and BatchSizeFinder has made its trials.
-        self._arm = lambda: self._attach(trainer, pl_module)
-        before_setup(trainer.strategy, self._arm)
+        self._arm = lambda: self._attached(trainer, pl_module)
+        around_setup(trainer.strategy, self._arm)
 
     def _add_monitor(self, trainer: pl.Trainer) -> None:
         callbacks = callbacks_of(trainer)
@@ -146,23 +162,52 @@ class ActivationCheckpointing(pl.Callback):
         """What the Trainer's ``StepMonitor`` has measured so far, or None without one: see ``StepMonitor.summary``."""
         return None if self._monitor is None else self._monitor.summary()
 
-    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    @contextlib.contextmanager
+    def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        """Recompute layers from before `strategy.setup` on; what that gave to others is theirs."""
+        agree(trainer, type(self).__name__, lambda: self._attach(trainer, pl_module))
+        yield
+        self._leave(
+            find_wrapped(trainer.strategy.model or pl_module, {each.name: each.layer for each in self._recomputed}),
+            f"`{type(trainer.strategy).__name__}(activation_checkpointing_policy=...)`",
+            "Take the policy out",
+        )
+        if self.selection is not None:
+            self._print(self.selection)
+
+    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Settings:
+        """Attach recompute to the chosen layers; what all ranks have to agree on."""
+        others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
+        place = f"{others.index(self) + 1} of {len(others)}"
+        settings = {name: _plain(getattr(self, name)) for name in _COMPARED} | {"callback": place}
+        if not self.enabled:
+            return settings
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
         self._refuse_overlap(trainer, chosen)
-        wrapped = find_wrapped(pl_module, chosen.layers)
-        if wrapped:
-            rank_zero_warn(
-                f"{self!r}: {len(wrapped)} of {len(chosen)} chosen layers are checkpointed already, as a whole or in "
-                f"part, by PyTorch's `checkpoint_wrapper`, and are left to it: {shorten_names(wrapped)}. Do not wrap "
-                "them, to have them recomputed exactly here."
-            )
-        own = {name: layer for name, layer in chosen.layers.items() if name not in wrapped}
         silencers = [_SilentLog(trainer)]
-        for name, layer in own.items():
-            detach(layer)  # a deep copy of a model in training brings its attachment along
-            self._recomputed.append(attach(layer, name, self.verify, silencers))
-        self.selection = Selection(own, chosen.matched)
-        self._print(self.selection)
+        wrapped = find_wrapped(pl_module, chosen.layers)
+        for name, layer in chosen.layers.items():
+            if name not in wrapped:
+                detach(layer)  # a deep copy of a model in training brings its attachment along
+                self._recomputed.append(attach(layer, name, self.verify, silencers, self._operators))
+        self.selection = chosen
+        self._leave(wrapped, "PyTorch's `checkpoint_wrapper`", "Do not wrap them")
+        return {**settings, "chosen layers": tuple(chosen.layers)}
+
+    def _leave(self, names: list[str], to: str, cure: str) -> None:
+        """Do not recompute some of the chosen layers."""
+        if not names or self.selection is None:
+            return
+        rank_zero_warn(
+            f"{self!r}: {len(names)} of {len(self.selection)} chosen layers are checkpointed already, as a whole or in "
+            f"part, by {to}, and are left to it: {shorten_names(names)}. {cure}, to have them recomputed exactly here."
+        )
+        for recompute in self._recomputed:
+            if recompute.name in names:
+                recompute.detach()
+        self._recomputed = [recompute for recompute in self._recomputed if recompute.name not in names]
+        own = {name: layer for name, layer in self.selection.layers.items() if name not in names}
+        self.selection = Selection(own, self.selection.matched)
 
     def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
@@ -196,7 +241,7 @@ class ActivationCheckpointing(pl.Callback):
         if taken_over:
             rank_zero_info(
                 f"{self!r}: Hugging Face's own checkpointing of {len(taken_over)} layers is off until the end of "
-                f"`fit`, since they are recomputed here: {_names(taken_over)}."
+                f"`fit`, since they are recomputed here: {names_of(taken_over)}."
             )
 
     @override
@@ -247,37 +292,9 @@ class ActivationCheckpointing(pl.Callback):
             note_step(repr(self), self.offload_engine)
         if self._recomputed and not self._reported:
             self._reported = True
-            self._report_first_batch()
+            report_first_batch(repr(self), self._recomputed, self.policy, moves_inputs=self.offload_engine is not None)
         if any(recompute.given_up for recompute in self._recomputed):
             self._report_given_up()
-
-    def _report_first_batch(self) -> None:
-        idle = [recompute.name for recompute in self._recomputed if not recompute.called]
-        if idle:
-            rank_zero_warn(
-                f"{self!r}: {len(idle)} of {len(self._recomputed)} layers were not called with gradients in the first "
-                f"training batch, so nothing is saved there: {shorten_names(idle)}. If the model calls a method of "
-                "theirs other than `forward`, choose the modules inside them."
-            )
-        nested = self._with_finding(CHECKPOINTS_ITSELF)
-        if nested:
-            classes = ", ".join(dict.fromkeys(type(recompute.layer).__name__ for recompute in nested))
-            rank_zero_warn(
-                f"{self!r}: {classes} layers checkpoint a part of themselves (`torch.utils.checkpoint` in their "
-                f"forward), and that part now runs three times: {_names(nested)}. Switch one of the two off."
-            )
-        compiled = [recompute for recompute in self._recomputed if recompute.compiled]
-        if compiled and self.offload_engine is not None:
-            rank_zero_warn(
-                f"{self!r}: {len(compiled)} layers run in compiled code, which keeps their inputs itself, so "
-                f"they stay on the device: {_names(compiled)}. `Trainer(strategy='ckpt_offload')` moves them."
-            )
-        caching = self._with_finding(KEEPS_CACHE)
-        if caching:
-            rank_zero_info(
-                f"{self!r}: {len(caching)} layers fill a key-value cache in training (`use_cache=True`). It is "
-                "replayed exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
-            )
 
     def _report_given_up(self) -> None:
         """Say what cannot be photographed, also where it grows too large later."""
@@ -295,14 +312,13 @@ class ActivationCheckpointing(pl.Callback):
                 "that this would be an error."
             )
 
-    def _with_finding(self, finding: str) -> list[Recompute]:
-        return [recompute for recompute in self._recomputed if finding in recompute.findings]
-
     def treatments(self) -> list[str]:
         """How layers are treated while ``fit`` runs, a line for each class of layers."""
         if not self._recomputed or self.selection is None:
             return []
-        how = "recomputed, inputs in host memory" if self._boundaries is not None else "recomputed"
+        how = "recomputed" if self.policy is None else f"recomputed but for {_plain(self.policy)}"
+        if self._boundaries is not None:
+            how += ", inputs in host memory" if self.policy is None else ", what it keeps in host memory"
         return [f"{how}: {line}" for line in str(self.selection).splitlines()]
 
     def spare_more(self, device: torch.device) -> str | None:
@@ -311,6 +327,8 @@ class ActivationCheckpointing(pl.Callback):
             return "`enabled=True` (`--ckpt.enabled true`): no layer is recomputed."
         if self.every_n_layers > 1:
             return f"`every_n_layers=1` instead of `every_n_layers={self.every_n_layers}`, which recomputes all layers."
+        if self.policy is not None:
+            return "no `policy`, so that layers keep nothing but their inputs."
         if self.offload is False and why_not(device) is None:
             return "`offload=True`, which keeps the inputs of recomputed layers in host memory."
         return None
@@ -346,6 +364,17 @@ class ActivationCheckpointing(pl.Callback):
         self._recomputed.clear()
 
 
+# What has to be the same on all ranks.
+_COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offload", "policy")
+
+
+def _plain(value: Any) -> str:
+    """A setting as text that does not differ between processes."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return getattr(value, "__qualname__", None) or str(value)
+
+
 class _SilentLog:
     """Keeps `self.log` of the LightningModule from counting twice when a layer calls it.
 
@@ -370,7 +399,3 @@ class _SilentLog:
 
 def _do_not_log(*args: Any, **kwargs: Any) -> None:
     """`self.log` in a replay."""
-
-
-def _names(recomputed: Iterable[Recompute]) -> str:
-    return shorten_names([recompute.name for recompute in recomputed])

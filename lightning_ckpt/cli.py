@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
+from lightning_ckpt.recompute.policy import PolicyError
 from lightning_ckpt.selection import SelectionError
 
 _KEY = "ckpt"
@@ -51,7 +52,8 @@ class CheckpointCLIMixin:
         try:
             super().__init__(*args, **kwargs)
         except ValueError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
-            sentence = str(error) if isinstance(error, (SelectionError, OffloadError)) else _own_sentence(error)
+            is_ours = isinstance(error, (SelectionError, OffloadError, PolicyError))
+            sentence = str(error) if is_ours else _own_sentence(error)
             if sentence is None:
                 raise
             self.parser.error(sentence)  # type: ignore[attr-defined]

@@ -417,6 +417,7 @@ def test_no_option_makes_training_inexact():
         "monitor",
         "verify",
         "offload",
+        "policy",
         "return",
     }
 

@@ -122,6 +122,7 @@ def test_print_config_round_trip(capsys, tmp_path):
         "monitor": True,
         "verify": "sample",
         "offload": False,
+        "policy": None,
     }
     path = tmp_path / "printed.yaml"
     path.write_text(printed)

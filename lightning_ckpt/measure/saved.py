@@ -67,7 +67,7 @@ def saved_bytes(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Save
                 frame = packed.frame
                 if id(frame) not in frames:
                     frames.add(id(frame))
-                    inputs.add_all(frame.arguments.on_device())
+                    inputs.add_all(frame.on_device())
                     verified += frame.verified
                     if frame.unsaved is not None:
                         unsaved.update(frame.unsaved)
@@ -99,7 +99,7 @@ def kept_tensors(node: Node) -> Iterator[Tensor]:
     """What `node` keeps for its backward; for a recomputed layer, its frame's inputs and what has been regained."""
     for packed, record in packed_values(node):
         if isinstance(packed, Slot):
-            yield from packed.frame.arguments.on_device()
+            yield from packed.frame.on_device()
             if packed.value is not None:
                 yield packed.value
         elif is_checkpoint_holder(packed):

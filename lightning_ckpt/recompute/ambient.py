@@ -9,6 +9,7 @@ import torch
 
 from lightning_ckpt.measure.live import LiveBytes
 from lightning_ckpt.recompute import private
+from lightning_ckpt.recompute.results import PolicyMode
 from lightning_ckpt.recompute.settings import get_settings, set_settings
 
 
@@ -33,6 +34,11 @@ class Ambient:
         self._dispatch_modes = private.dispatch_modes()
         self._context = contextvars.copy_context()
 
+    def photograph_streams(self) -> Callable[[], None]:
+        """A function that puts PyTorch's random streams back where they are now."""
+        streams = _get_streams(self._devices)
+        return lambda: _set_streams(streams)
+
     def run(self, function: Callable[[], Any]) -> None:
         """Call `function` with everything as it was; afterwards everything is as it is just before."""
         now, settings = _get_streams(self._devices), get_settings()
@@ -56,14 +62,14 @@ class Ambient:
                     stack.enter_context(function_mode)
             active = private.dispatch_modes()
             for dispatch_mode in self._dispatch_modes:
-                if dispatch_mode not in active and not _is_counter(dispatch_mode):
+                if dispatch_mode not in active and not _stays_left(dispatch_mode):
                     stack.enter_context(dispatch_mode)
             function()
 
 
-def _is_counter(mode: object) -> bool:
-    # Modes that measure must not see a replay that happens outside of them.
-    return isinstance(mode, LiveBytes) or type(mode).__module__ == "torch.utils.flop_counter"
+def _stays_left(mode: object) -> bool:
+    # Modes that measure must not see a replay that happens outside of them; a policy's see one call of one layer each.
+    return isinstance(mode, (LiveBytes, PolicyMode)) or type(mode).__module__ == "torch.utils.flop_counter"
 
 
 @contextlib.contextmanager

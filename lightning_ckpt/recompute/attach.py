@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_ckpt.recompute.arguments import Keep
 from lightning_ckpt.recompute.fingerprint import Verify
-from lightning_ckpt.recompute.foreign import is_switched_on
-from lightning_ckpt.recompute.frame import Frame, ReplayError, is_out_of_memory
-from lightning_ckpt.recompute.inspection import FILLS_LATE, inspect_call
+from lightning_ckpt.recompute.foreign import is_switched_on, runs_inside_checkpoint
+from lightning_ckpt.recompute.frame import Frame, ReplayError, is_out_of_memory, is_replaying
+from lightning_ckpt.recompute.inspection import FILLS_LATE, IS_CHECKPOINTED, inspect_call
 from lightning_ckpt.recompute.inventory import Inventory
 
 Silencer = Callable[[], AbstractContextManager[Any]]
@@ -32,6 +33,8 @@ class Recompute:
         name: the layer's qualified name.
         verify: which calls are verified by fingerprints.
         silencers: make contexts that are entered around every replay.
+        policy: operators whose results are kept for the replay; empty for none.
+        kept_operators: those of which a result was kept in the first calls.
         keep: looks after the activations among the layer's inputs until the replay; None leaves them where they are.
         called: whether the layer has run with gradients on.
         compiled: whether it has done so in compiled code.
@@ -41,11 +44,20 @@ class Recompute:
         lock: held while the layer runs, for layers that are called from several threads.
     """
 
-    def __init__(self, layer: nn.Module, name: str, verify: Verify, silencers: Iterable[Silencer]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        name: str,
+        verify: Verify,
+        silencers: Iterable[Silencer],
+        policy: frozenset[OpOverload],
+    ) -> None:
         self.layer = layer
         self.name = name
         self.verify: Verify = verify
         self.silencers = list(silencers)
+        self.policy = policy
+        self.kept_operators: set[OpOverload] = set()
         self.keep: Keep | None = None
         self.called = False
         self.compiled = False
@@ -87,7 +99,12 @@ class Recompute:
             # PyTorch's own checkpoint is what the compiler can trace. Where it cannot (the layer changes its own
             # state), it would run that checkpoint eagerly, without a word and without our care.
             with torch._dynamo.error_on_graph_break(True):
+                if self.policy:
+                    return checkpoint(self.run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
                 return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+        if not is_replaying() and runs_inside_checkpoint():
+            self.findings.add(IS_CHECKPOINTED)
+            return self.run(*args, **kwargs)
         return self._recomputed(args, kwargs)
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,6 +121,8 @@ class Recompute:
             self.given_up |= dict.fromkeys(frame.given_up)
             if learning:
                 self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
+                if frame.results is not None:
+                    self.kept_operators |= frame.results.kept_operators()
                 if self.fills_late:
                     frame.forget_fingerprints()
             if self.keep is not None:
@@ -128,6 +147,10 @@ class Recompute:
     def _outside_of_the_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._recomputed(args, kwargs)
 
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, replay = create_selective_checkpoint_contexts(list(self.policy))
+        return forward, replay
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward."""
         if self._previous is not None:
@@ -147,7 +170,13 @@ def _is_lazy(layer: nn.Module) -> bool:
     return any(isinstance(item, UninitializedTensorMixin) for item in (*layer.parameters(), *layer.buffers()))
 
 
-def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: Iterable[Silencer] = ()) -> Recompute:
+def attach(
+    layer: nn.Module,
+    name: str,
+    verify: Verify = "sample",
+    silencers: Iterable[Silencer] = (),
+    policy: frozenset[OpOverload] = frozenset(),
+) -> Recompute:
     """Recompute `layer` in backward from now on, until `detach`.
 
     Args:
@@ -158,6 +187,8 @@ def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: It
             mode and one in 128 (`"sample"`), all of them (`"always"`) or none (`"off"`). Default: `"sample"`.
         silencers: functions that make a context; it is entered around every replay, to keep it from being noticed.
             Default: none.
+        policy: operators whose results are kept, so that the replay does not compute them again (see
+            `recompute.policy.resolve_policy`). Default: none.
 
     Returns:
         What was attached.
@@ -176,7 +207,7 @@ def attach(layer: nn.Module, name: str, verify: Verify = "sample", silencers: It
     current = attached(layer)
     if current is not None:
         raise ValueError(f"Layer {name!r} is recomputed already, attached as {current.name!r}. Detach it first.")
-    recompute = Recompute(layer, name, verify, silencers)
+    recompute = Recompute(layer, name, verify, silencers, policy)
     layer.forward = recompute
     return recompute
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def find_wrapped(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -21,3 +24,15 @@ def is_switched_on(module: nn.Module) -> bool:
     The flag alone means nothing on modules that only hold layers; a layer was also given a function to call.
     """
     return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
+
+
+def runs_inside_checkpoint() -> bool:
+    """True where somebody else's checkpoint function, called by the model, runs what is being called now.
+
+    PyTorch's own shows by its saved-tensor hooks. The reentrant kind (also DeepSpeed's) runs forward without gradients,
+    and again with gradients in the midst of a backward; nothing else does that but a replay of this package.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOKS)

@@ -16,8 +16,9 @@ from lightning_ckpt.recompute.ambient import Ambient
 from lightning_ckpt.recompute.arguments import Arguments
 from lightning_ckpt.recompute.fingerprint import Fingerprint, fingerprint, is_verified
 from lightning_ckpt.recompute.host_random import HostStreams, Window
-from lightning_ckpt.recompute.observers import Muted, hook_tables, spied_on, without
+from lightning_ckpt.recompute.observers import Muted, Report, hook_tables, spied_on, unnoticed_in, without
 from lightning_ckpt.recompute.private import get_running, set_running
+from lightning_ckpt.recompute.results import Results, unnoticed
 from lightning_ckpt.recompute.state import State, UnexpectedError
 from lightning_ckpt.recompute.watch import announced_replay, watched
 
@@ -78,6 +79,7 @@ class Frame:
 
     Attributes:
         arguments: what the call was given.
+        results: what the call keeps of its operators; None without an operator policy.
         verified: whether the replay is compared with this call by fingerprints.
         unsaved: storages that autograd would have kept; None while nobody watches.
     """
@@ -93,6 +95,7 @@ class Frame:
         if owner.inventory.parameters:
             devices[owner.inventory.parameters[0].device] = None
         self._ambient = Ambient(devices)
+        self.results = Results(owner.policy, self._ambient.photograph_streams) if owner.policy else None
         self._window = Window.current()
         self._host = HostStreams() if learned.learning or learned.draws else None
         unseen = learned.learning or bool(owner.given_up)
@@ -122,11 +125,20 @@ class Frame:
         set_running(outer | {id(self._owner)})
         self._running = True
         try:
-            with self._explained(), spied_on(tables, self._muted), saved_tensors_hooks(self._pack, self._unpack):
-                return self._owner.run(*args, **kwargs)
+            keeping = contextlib.nullcontext() if self.results is None else self.results.keeping(self._owner.keep)
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            report = Report(lambda: len(self._slots))
+            with self._explained(), spied_on(tables, report), hooks, keeping:
+                output = self._owner.run(*args, **kwargs)
         finally:
             set_running(outer)
             self._running = False
+        self._muted = report.muted
+        unneeded = report.saved_by_muted()
+        if unneeded:
+            self._slots = [slot for i, slot in enumerate(self._slots) if i not in unneeded]
+            self._kinds = [kind for i, kind in enumerate(self._kinds) if i not in unneeded]
+        return output
 
     def learn(self) -> None:
         """Right after forward: see what the layer changed, and drop copies that are not needed."""
@@ -138,6 +150,12 @@ class Frame:
         learned.arguments |= self.arguments.learn()
         self._state.learn()
 
+    def on_device(self) -> Iterator[Tensor]:
+        """What is kept for the replay in memory of the device that computes."""
+        yield from self.arguments.on_device()
+        if self.results is not None:
+            yield from self.results.on_device()
+
     def forget_fingerprints(self) -> None:
         """Do not verify this call: its tensors were fingerprinted before they were filled."""
         for slot in (ref() for ref in self._slots):
@@ -145,7 +163,9 @@ class Frame:
                 slot.fingerprint = None
 
     def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(self, fingerprint(tensor) if self.verified else None)
+        if self.results is not None:
+            self.results.note_saved()
+        slot = Slot(self, _fingerprint(tensor) if self.verified else None)
         self._slots.append(weakref.ref(slot))
         self._kinds.append((None if _has_no_shape(tensor) else tensor.shape, tensor.dtype))
         if self.unsaved is not None:
@@ -180,7 +200,8 @@ class Frame:
         self._filled = 0
         self._written = self._state.writes_parameters
         try:
-            with announced_replay(), _deeper(), self._host_streams(), self._state.installed(self.arguments.streams()):
+            state = self._state.installed(self.arguments.streams())
+            with announced_replay(), _deeper(), unnoticed(), self._host_streams(), state:
                 self._ambient.run(self._run_again)
         except UnexpectedError as error:
             raise self._error(str(error)) from None
@@ -192,13 +213,17 @@ class Frame:
             args, kwargs = self.arguments.for_replay()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without(self._muted))
+            if self.results is not None:
+                stack.enter_context(unnoticed_in(hook_tables(self._owner.inventory.inner_modules)))
             stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
+            if self.results is not None:
+                stack.enter_context(self.results.reusing())
             try:
                 self._owner.run(*args, **kwargs)
             except _Stop:
                 pass
             except Exception as error:
-                if isinstance(error, ReplayError) or is_out_of_memory(error):
+                if isinstance(error, (ReplayError, UnexpectedError)) or is_out_of_memory(error):
                     raise
                 if self._filled < len(self._slots):  # else it comes of the stop, which the layer has caught
                     raise self._error(
@@ -254,7 +279,7 @@ class Frame:
                 "Leave it out with `layers=` or `check_fn=`."
             )
         if slot.fingerprint is not None:
-            again = fingerprint(tensor)
+            again = _fingerprint(tensor)
             if again is not None and not slot.fingerprint.matches(again):
                 raise self._error(
                     f"saved tensor {index} of shape {tuple(tensor.shape)} with other values in the replay than in "
@@ -286,6 +311,11 @@ class Frame:
 
     def _error(self, text: str) -> ReplayError:
         return ReplayError(f"Recomputed layer {self._owner.name!r} {text}")
+
+
+def _fingerprint(tensor: Tensor) -> Fingerprint | None:
+    with unnoticed():
+        return fingerprint(tensor)
 
 
 def _has_no_shape(tensor: Tensor) -> bool:

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from lightning_ckpt.measure.graph import graph_nodes, is_checkpoint_holder, packed_values
 
-#: The layer's own forward recomputes a part of itself with `torch.utils.checkpoint`.
+#: The layer's own forward recomputes a part of itself with `torch.utils.checkpoint` or DeepSpeed's.
 CHECKPOINTS_ITSELF = "checkpoints itself"
+#: The model runs the layer inside such a function.
+IS_CHECKPOINTED = "is checkpointed"
 #: The layer was given a Hugging Face key-value cache, which stays alive for the replay.
 KEEPS_CACHE = "keeps a cache"
 #: An operator of the layer (RReLU) fills a tensor after autograd has saved it.
@@ -24,7 +26,8 @@ def inspect_call(inputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[st
     for node in graph_nodes(_tensors_in(output), stop_at=inputs):
         if node.name().startswith("RreluWithNoise"):
             findings.add(FILLS_LATE)
-        if any(is_checkpoint_holder(packed) for packed, _ in packed_values(node)):
+        is_reentrant = node.name().startswith("CheckpointFunction")
+        if is_reentrant or any(is_checkpoint_holder(packed) for packed, _ in packed_values(node)):
             findings.add(CHECKPOINTS_ITSELF)
     return findings
 

@@ -1,7 +1,8 @@
 """Hooks that only watch run once per forward of the user; hooks that act run in the replay too."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import nn
 from lightning_ckpt.recompute.contents import Content, read_content, same_content, values_of
 from lightning_ckpt.recompute.inventory import is_outer, versions
 from lightning_ckpt.recompute.reach import GLOBAL_HOOKS, Detached, Reached, cut_graphs
+from lightning_ckpt.recompute.results import unnoticed
 
 Table = MutableMapping[int, Any]
 Muted = list[tuple[Table, int]]
+Entry = tuple[int, int]
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Table]:
@@ -29,12 +32,20 @@ class _Spy:
     be reached is put back there. (The hook of the old `spectral_norm` returns nothing, but sets the weight.)
     """
 
-    def __init__(self, hook: Any, acted: dict[tuple[int, int], bool], entry: tuple[int, int]) -> None:
+    def __init__(self, hook: Any, entry: Entry, report: "Report") -> None:
         self.hook = hook
-        self._acted = acted
         self._entry = entry
+        self._report = report
 
     def __call__(self, module: nn.Module, *rest: Any, **kwargs: Any) -> Any:
+        saved = self._report.saved()
+        try:
+            with unnoticed():
+                return self._watch(module, *rest, **kwargs)
+        finally:
+            self._report.spans[self._entry].append(range(saved, self._report.saved()))
+
+    def _watch(self, module: nn.Module, *rest: Any, **kwargs: Any) -> Any:
         seen = Reached()
         seen.add("given", [*rest, kwargs])
         seen.add("hook", self.hook)
@@ -50,8 +61,32 @@ class _Spy:
             or before != versions(seen.tensors)
             or any(_changed(holder, content) for holder, content in zip(seen.holders, seen.contents, strict=True))
         )
-        self._acted[self._entry] = self._acted.get(self._entry, False) or acted
+        self._report.acted[self._entry] = self._report.acted.get(self._entry, False) or acted
         return output
+
+
+class Report:
+    """What spies have seen in one call of a layer.
+
+    Args:
+        saved: how many tensors autograd has saved so far in this call.
+
+    Attributes:
+        acted: whether the hook at an entry did more than watch, in any of its calls.
+        spans: which tensors were saved while it ran.
+        muted: hooks that only watched, once the call is over.
+    """
+
+    def __init__(self, saved: Callable[[], int]) -> None:
+        self.saved = saved
+        self.acted: dict[Entry, bool] = {}
+        self.spans: dict[Entry, list[range]] = defaultdict(list)
+        self.muted: Muted = []
+
+    def saved_by_muted(self) -> set[int]:
+        """Positions of the tensors that were saved in hooks which will not run again."""
+        entries = [(id(table), key) for table, key in self.muted]
+        return {position for entry in entries for span in self.spans[entry] for position in span}
 
 
 def _changed(holder: Any, content: Content) -> bool:
@@ -82,20 +117,19 @@ def _replaced(entries: list[tuple[Table, int, Any, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def spied_on(tables: list[Table], muted: Muted) -> Iterator[None]:
-    """Note in `muted` which hooks only watch while a layer runs."""
+def spied_on(tables: list[Table], report: Report) -> Iterator[None]:
+    """Note in `report` which hooks only watch while a layer runs."""
     if not any(tables):
         yield
         return
-    acted: dict[tuple[int, int], bool] = {}
     entries = []
     for table in tables:
         for key, hook in list(table.items()):
             hook = hook.hook if isinstance(hook, _Spy) else hook  # the spy of a call in another thread
-            entries.append((table, key, hook, _Spy(hook, acted, (id(table), key))))
+            entries.append((table, key, hook, _Spy(hook, (id(table), key), report)))
     with _replaced(entries):
         yield
-    muted += [(table, key) for table, key, *_ in entries if acted.get((id(table), key)) is False]
+    report.muted = [(table, key) for table, key, *_ in entries if report.acted.get((id(table), key)) is False]
 
 
 def without(muted: Muted) -> contextlib.AbstractContextManager[None]:
@@ -104,6 +138,21 @@ def without(muted: Muted) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     unique = {(id(table), key): (table, key) for table, key in muted}.values()
     return _replaced([(table, key, table[key], _do_nothing) for table, key in unique if key in table])
+
+
+def unnoticed_in(tables: list[Table]) -> contextlib.AbstractContextManager[None]:
+    """Keep operators of hooks from being taken for the layer's own: in forward, the spies do that."""
+    entries = [(table, key, hook, _Unnoticed(hook)) for table in tables for key, hook in list(table.items())]
+    return _replaced(entries)
+
+
+class _Unnoticed:
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unnoticed():
+            return self._hook(*args, **kwargs)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
