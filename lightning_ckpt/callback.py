@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from typing_extensions import override
 
 from lightning_ckpt.agreement import Settings, agree
@@ -178,8 +179,10 @@ class ActivationCheckpointing(pl.Callback):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Settings:
         """Attach recompute to the chosen layers; what all ranks have to agree on."""
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
-        place = f"{others.index(self) + 1} of {len(others)}"
-        settings = {name: _plain(getattr(self, name)) for name in _COMPARED} | {"callback": place}
+        settings: Settings = {
+            "the number of these callbacks": str(len(others)),
+            **{f"`{name}`": _plain(getattr(self, name)) for name in _COMPARED},
+        }
         if not self.enabled:
             return settings
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
@@ -192,7 +195,7 @@ class ActivationCheckpointing(pl.Callback):
                 self._recomputed.append(attach(layer, name, self.verify, silencers, self._operators))
         self.selection = chosen
         self._leave(wrapped, "PyTorch's `checkpoint_wrapper`", "Do not wrap them")
-        return {**settings, "chosen layers": tuple(chosen.layers)}
+        return {**settings, "the chosen layers": list(chosen.layers)}
 
     def _leave(self, names: list[str], to: str, cure: str) -> None:
         """Do not recompute some of the chosen layers."""
@@ -369,10 +372,12 @@ _COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offlo
 
 
 def _plain(value: Any) -> str:
-    """A setting as text that does not differ between processes."""
+    """A setting as text that does not differ between processes: nothing with an address in it."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
-    return getattr(value, "__qualname__", None) or str(value)
+    if callable(value) and not isinstance(value, (OpOverload, OpOverloadPacket)):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return str(value)
 
 
 class _SilentLog:

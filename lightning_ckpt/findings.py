@@ -42,7 +42,7 @@ def _report_calls(who: str, recomputed: Sequence[Recompute]) -> None:
     if checkpointed:
         rank_zero_warn(
             f"{who}: {len(checkpointed)} of {len(recomputed)} layers are checkpointed already, by a function that the "
-            "model calls around them (`torch.utils.checkpoint`, or DeepSpeed's), and are left to it: "
+            "model calls around them (`torch.utils.checkpoint`, DeepSpeed's, an adjoint method), and are left to it: "
             f"{names_of(checkpointed)}. Call the layers directly, to have them recomputed exactly here."
         )
     idle = [each for each in recomputed if not each.called and each not in checkpointed]

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_ckpt.agreement import agree
 from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, find_compiled_whole, why_not
 from lightning_ckpt.selection.detect import find_layers
 from lightning_ckpt.selection.modules import outermost
@@ -91,6 +92,7 @@ class OffloadMixin:
         self._stop()
         device: torch.device = self.root_device  # type: ignore[attr-defined]
         name = type(self).__name__
+        agree(trainer, name, lambda: {f"`{key}`": str(value) for key, value in vars(self.offload_options).items()})
         reason = why_not(device)
         if reason is not None:
             rank_zero_info(f"{name}: nothing is moved: {reason}. Training is the plain one.")

@@ -18,6 +18,7 @@ from lightning_ckpt.recompute.foreign import is_switched_on, runs_inside_checkpo
 from lightning_ckpt.recompute.frame import Frame, ReplayError, is_out_of_memory, is_replaying
 from lightning_ckpt.recompute.inspection import FILLS_LATE, IS_CHECKPOINTED, inspect_call
 from lightning_ckpt.recompute.inventory import Inventory
+from lightning_ckpt.recompute.policy import resolve_policy
 
 Silencer = Callable[[], AbstractContextManager[Any]]
 
@@ -72,10 +73,21 @@ class Recompute:
             setattr(module, "gradient_checkpointing", False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "lock": None, "_inventory": None, "silencers": [], "keep": None}
+        # Operators cannot be pickled, their names can.
+        names = [str(operator) for operator in self.policy]
+        gone: dict[str, Any] = {
+            "lock": None,
+            "_inventory": None,
+            "silencers": [],
+            "keep": None,
+            "kept_operators": set(),
+        }
+        return {**self.__dict__, **gone, "policy": names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, lock=threading.RLock())
+        names = state["policy"]
+        policy = resolve_policy(names) if names else frozenset()
+        self.__dict__.update(state, lock=threading.RLock(), policy=policy)
 
     @property
     def inventory(self) -> Inventory:

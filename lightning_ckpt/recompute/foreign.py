@@ -27,10 +27,10 @@ def is_switched_on(module: nn.Module) -> bool:
 
 
 def runs_inside_checkpoint() -> bool:
-    """True where somebody else's checkpoint function, called by the model, runs what is being called now.
+    """True where somebody else's checkpoint function runs what is being called now: the model has called it so.
 
-    PyTorch's own shows by its saved-tensor hooks. The reentrant kind (also DeepSpeed's) runs forward without gradients,
-    and again with gradients in the midst of a backward; nothing else does that but a replay of this package.
+    PyTorch's own shows by its saved-tensor hooks. The reentrant kind (also DeepSpeed's, and adjoint methods) runs
+    forward without gradients, and again with gradients in the midst of a backward.
     """
     if torch._C._current_graph_task_id() != -1:
         return True

@@ -103,6 +103,7 @@ class Frame:
         self._muted: Muted = []
         self._slots: list[weakref.ref[Slot]] = []
         self._kinds: list[tuple[torch.Size | None, torch.dtype]] = []
+        self._positions: list[int] = []  # in the sequence of operators of the policy
         self._filled = 0
         self._running = False
         self._written = False
@@ -138,6 +139,7 @@ class Frame:
         if unneeded:
             self._slots = [slot for i, slot in enumerate(self._slots) if i not in unneeded]
             self._kinds = [kind for i, kind in enumerate(self._kinds) if i not in unneeded]
+            self._positions = [position for i, position in enumerate(self._positions) if i not in unneeded]
         return output
 
     def learn(self) -> None:
@@ -164,7 +166,7 @@ class Frame:
 
     def _pack(self, tensor: Tensor) -> Slot:
         if self.results is not None:
-            self.results.note_saved()
+            self._positions.append(self.results.note_saved())
         slot = Slot(self, _fingerprint(tensor) if self.verified else None)
         self._slots.append(weakref.ref(slot))
         self._kinds.append((None if _has_no_shape(tensor) else tensor.shape, tensor.dtype))
@@ -261,6 +263,8 @@ class Frame:
         self._filled += 1
         if index >= len(self._slots):  # only when something swallowed the stop
             return value
+        if self.results is not None:
+            self.results.check_saved(self._positions[index])
         slot = self._slots[index]()
         if slot is not None:
             self._check(index, slot, tensor)

@@ -140,6 +140,8 @@ def _objection(operator: OpOverload) -> str | None:
         return "it returns a view of its argument, which takes no memory."
     if not schema.returns:
         return "it returns nothing."
+    if "batch_norm" in operator.overloadpacket.__name__ and "running_mean" in {each.name for each in schema.arguments}:
+        return "it changes running statistics, which its schema does not say."
     if operator.overloadpacket is torch.ops.aten._to_copy:
         return "autocast casts a weight once, in whichever layer comes first, so its calls differ in the recompute."
     return None

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +17,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_ckpt.measure.storage import storages
 from lightning_ckpt.recompute.arguments import Handle, Keep
+from lightning_ckpt.recompute.host_random import HostStreams
 from lightning_ckpt.recompute.state import UnexpectedError
+
+_CURE = "Leave the operator out of `policy`, or the layer out with `layers=` or `check_fn=`."
+
+Restore = Callable[[], None]
+Kinds = list[tuple[torch.Size, torch.dtype]]
 
 
 class _Local(threading.local):
@@ -38,29 +45,71 @@ def unnoticed() -> Iterator[None]:
         _local.level -= 1
 
 
-@dataclass
+class _HandedOver:
+    """In the place of a tensor that somebody else looks after."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+
 class _Result:
     """What one call of an operator has returned.
 
     Attributes:
         operator: the operator.
         given: shapes and types of the tensors it was given.
-        value: what it returned; None when that is not kept, or was used.
-        versions: of the tensors in `value`.
-        restore_streams: puts the random streams where the operator has left them; None if it draws nothing.
+        value: what it returned; None where that is not kept, or was used.
     """
 
-    operator: OpOverload
-    given: list[tuple[torch.Size, torch.dtype]]
-    value: Any
-    versions: list[int]
-    restore_streams: Callable[[], None] | None
+    def __init__(self, operator: OpOverload, given: Kinds) -> None:
+        self.operator = operator
+        self.given = given
+        self.value: Any = None
+        self._versions: list[int] = []
+        self._storages: set[int] = set()
+        self._restore: list[Restore] = []
 
-    def is_unchanged(self) -> bool:
-        leaves = zip(tree_leaves(self.value), self.versions, strict=True)
+    def keep(self, value: Any, restore: list[Restore]) -> None:
+        """Keep `value`; `restore` puts random streams where the operator has left them."""
+        self.value = value
+        self._versions = [_version(leaf) for leaf in tree_leaves(value)]
+        self._storages = _storages_in(value)
+        self._restore = restore
+
+    def drop(self) -> None:
+        """Have the replay compute it again."""
+        self.value = None
+
+    def shares(self, written: set[int]) -> bool:
+        """Whether it lies in one of these storages."""
+        return self.value is not None and not self._storages.isdisjoint(written)
+
+    def settle(self, keep: Keep | None) -> None:
+        """Hold it on no graph, unless it has changed since."""
+        if not self._is_unchanged() or self._storages != _storages_in(self.value):  # `x.data = y` gives it another one
+            self.drop()
+        self.value = tree_map(lambda leaf: _held(leaf, keep), self.value)
+
+    def take(self) -> Any:
+        """What the operator returned, once; None where it has to run again."""
+        if self.value is None or not self._is_unchanged():
+            return None
+        for restore in self._restore:
+            restore()
+        value, self.value = self.value, None
+        return tree_map(_given_back, value)
+
+    def on_device(self) -> Iterator[Tensor]:
+        for leaf in tree_leaves(self.value):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif isinstance(leaf, _HandedOver):
+                yield from leaf.handle.on_device
+
+    def _is_unchanged(self) -> bool:
         return not any(
             leaf.handle.is_changed if isinstance(leaf, _HandedOver) else _version(leaf) != version
-            for leaf, version in leaves
+            for leaf, version in zip(tree_leaves(self.value), self._versions, strict=False)  # None has no leaves
         )
 
 
@@ -69,18 +118,33 @@ class Results:
 
     Args:
         operators: whose results are kept.
-        photograph_streams: makes a function that puts the random streams back where they are now.
+        photograph_streams: makes a function that puts PyTorch's random streams back where they are now.
     """
 
-    def __init__(self, operators: frozenset[OpOverload], photograph_streams: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, operators: frozenset[OpOverload], photograph_streams: Callable[[], Restore]) -> None:
         self._operators = operators
         self._photograph_streams = photograph_streams
         self._results: list[_Result] = []
         self._needed = 0
+        self._reusing: _Reusing | None = None
 
-    def note_saved(self) -> None:
-        """Autograd saves a tensor: the replay goes on until here at least."""
+    def note_saved(self) -> int:
+        """In forward, autograd saves a tensor: how many operators ran. The replay goes on until here at least."""
         self._needed = len(self._results)
+        return self._needed
+
+    def check_saved(self, position: int) -> None:
+        """In the replay, autograd saves that tensor again: as many operators must have run.
+
+        Raises:
+            UnexpectedError: they have not.
+        """
+        ran = 0 if self._reusing is None else self._reusing.position
+        if ran != position:
+            raise UnexpectedError(
+                f"called operators of `policy` {ran} times in the replay where it called them {position} times in "
+                f"forward, so kept results cannot be told apart. {_CURE}"
+            )
 
     @contextlib.contextmanager
     def keeping(self, keep: Keep | None) -> Iterator[None]:
@@ -92,29 +156,24 @@ class Results:
         try:
             with _Keeping(self._operators, self._results, self._photograph_streams):
                 yield
-            for i, result in enumerate(self._results):
-                # The replay stops before the last ones. What has changed since cannot be given; it is computed again.
-                if i >= self._needed or not result.is_unchanged():
-                    result.value = None
+            for result in self._results[self._needed :]:
+                result.drop()
         except BaseException:
             self._results.clear()
             raise
-        finally:  # a kept tensor must not hang on the graph that holds this object
+        finally:  # what is kept must not hang on the graph that holds this object
             for result in self._results:
-                result.value = tree_map(lambda value: _kept(value, keep), result.value)
+                result.settle(keep)
 
     def reusing(self) -> AbstractContextManager[Any]:
         """Give the results to the layer's operators inside, each once, so that its memory is free afterwards."""
-        return _Reusing(self._operators, self._results)
+        self._reusing = _Reusing(self._operators, self._results)
+        return self._reusing
 
     def on_device(self) -> Iterator[Tensor]:
         """What is held in memory of the device that computes."""
         for result in self._results:
-            for value in tree_leaves(result.value):
-                if isinstance(value, Tensor):
-                    yield value
-                elif isinstance(value, _HandedOver):
-                    yield from value.handle.on_device
+            yield from result.on_device()
 
     def kept_operators(self) -> set[OpOverload]:
         """The operators of which a result is kept."""
@@ -122,15 +181,15 @@ class Results:
 
 
 class PolicyMode(TorchDispatchMode):
-    """Sees the chosen operators of one call of a layer, and no others."""
+    """Sees the operators of one call of a layer."""
 
     # Else a higher-order operator (flex_attention, what compiled code wraps) would raise under the mode.
     supports_higher_order_operators = True
 
     def __init__(self, operators: frozenset[OpOverload], results: list[_Result]) -> None:
         super().__init__()
-        self.operators = operators
-        self.results = results
+        self._operators = operators
+        self._results = results
         self._level = 0
 
     @classmethod
@@ -144,89 +203,103 @@ class PolicyMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in self.operators or _local.level != self._level or _draws_from_own_stream(args, kwargs):
-            return func(*args, **kwargs)
-        return self.run(func, args, kwargs)
+        if func not in self._operators or _local.level != self._level or _draws_from_own_stream(args, kwargs):
+            return self.run_other(func, args, kwargs)
+        return self.run_listed(func, args, kwargs)
 
-    def run(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+    def run_listed(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def run_other(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
 
 
 class _Keeping(PolicyMode):
     def __init__(
-        self,
-        operators: frozenset[OpOverload],
-        results: list[_Result],
-        photograph_streams: Callable[[], Callable[[], None]],
+        self, operators: frozenset[OpOverload], results: list[_Result], photograph_streams: Callable[[], Restore]
     ) -> None:
         super().__init__(operators, results)
         self._photograph_streams = photograph_streams
 
-    def run(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+    def run_listed(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+        result = _Result(operator, _kinds((args, kwargs)))
+        self._results.append(result)  # before it runs: it may fail, and the layer may go on
         value = operator(*args, **kwargs)
-        streams = self._photograph_streams() if _draws(operator) else None
-        versions = [_version(leaf) for leaf in tree_leaves(value)]
-        self.results.append(_Result(operator, _kinds((args, kwargs)), value, versions, streams))
+        result.keep(value, self._photograph(operator))
         return value
+
+    def run_other(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        # Versions do not tell of all changes: a GRU changes parts of its gates that autograd does not know of.
+        names = _written_arguments(operator)
+        if names and self._results:
+            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            changed = _storages_in([given[name] for name in names if name in given])
+            for result in self._results:
+                if result.shares(changed):
+                    result.drop()
+        return operator(*args, **kwargs)
+
+    def _photograph(self, operator: OpOverload) -> list[Restore]:
+        if operator.namespace != "aten":  # it may draw from anything, and lack the tag
+            return [self._photograph_streams(), HostStreams().restore]
+        return [self._photograph_streams()] if torch.Tag.nondeterministic_seeded in operator.tags else []
 
 
 class _Reusing(PolicyMode):
+    # Its `position`: how many listed operators have run.
+
     def __init__(self, operators: frozenset[OpOverload], results: list[_Result]) -> None:
         super().__init__(operators, results)
-        self._next = 0
+        self.position = 0
 
-    def run(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
-        result = self.results[self._next] if self._next < len(self.results) else None
-        self._next += 1
+    def run_listed(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+        result = self._results[self.position] if self.position < len(self._results) else None
+        self.position += 1
         given = _kinds((args, kwargs))
         if result is None or result.operator is not operator or result.given != given:
-            before = "nothing" if result is None else f"{result.operator} of {_shown(result.given)}"
+            before = "none" if result is None else f"{result.operator} of {_shown(result.given)}"
             raise UnexpectedError(
                 f"called {operator} of {_shown(given)} in the replay where it called {before} in forward, so kept "
-                "results (`policy`) cannot be told apart. Leave the operator out of `policy`, or the layer out with "
-                "`layers=` or `check_fn=`."
+                f"results (`policy`) cannot be told apart. {_CURE}"
             )
-        if result.value is None or not result.is_unchanged():
-            return operator(*args, **kwargs)
-        value, result.value = result.value, None
-        if result.restore_streams is not None:
-            result.restore_streams()
-        return tree_map(_given_back, value)
+        value = result.take()
+        return operator(*args, **kwargs) if value is None else value
 
 
-class _HandedOver:
-    """In the place of a tensor that somebody else looks after."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-
-
-def _kept(value: Any, keep: Keep | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach() if keep is None else _HandedOver(keep(value))
+@cache
+def _written_arguments(operator: Any) -> tuple[int | str, ...]:
+    """Positions and names of the arguments that an operator changes."""
+    arguments = operator._schema.arguments if isinstance(operator, OpOverload) else ()
+    written = [(i, each.name) for i, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
+    return tuple(key for pair in written for key in pair)
 
 
-def _given_back(value: Any) -> Any:
-    if isinstance(value, _HandedOver):
-        return value.handle.tensor().detach()
-    return value.detach() if isinstance(value, Tensor) else value
+def _held(leaf: Any, keep: Keep | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach() if keep is None else _HandedOver(keep(leaf))
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
+def _given_back(leaf: Any) -> Any:
+    if isinstance(leaf, _HandedOver):
+        return leaf.handle.tensor().detach()
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _draws(operator: OpOverload) -> bool:
-    # Operators of other libraries may lack the tag.
-    return torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace != "aten"
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else -1
+
+
+def _storages_in(value: Any) -> set[int]:
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return {storage._cdata for leaf in leaves for storage in storages(leaf)}
 
 
 def _draws_from_own_stream(args: Any, kwargs: Any) -> bool:
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
-def _kinds(arguments: Any) -> list[tuple[torch.Size, torch.dtype]]:
+def _kinds(arguments: Any) -> Kinds:
     return [(leaf.shape, leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 

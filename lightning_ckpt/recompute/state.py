@@ -12,6 +12,7 @@ from lightning_ckpt.recompute.inventory import NOTHING, Inventory, parameter_fla
 from lightning_ckpt.recompute.private import set_version
 from lightning_ckpt.recompute.reach import Detached, Place, Reached
 from lightning_ckpt.recompute.streams import Stream
+from lightning_ckpt.recompute.swapped import Swapped
 from lightning_ckpt.recompute.tensors import bitwise_equal, copy_exactly, regrow
 
 SMALL = 4096  # elements; buffers up to this size are copied at every call
@@ -35,6 +36,7 @@ class State:
         self._quiet = inventory.quiet
         self._busy = inventory.look_at_busy_roots()
         self.learned = learned = inventory.learned
+        self._swapped = Swapped(inventory.modules.values())
         self._parameters = inventory.parameters
         self._flags = parameter_flags(self._parameters)
         self._parameter_versions = versions(self._parameters)
@@ -144,8 +146,15 @@ class State:
                 return (
                     f"has a weight of shape {tuple(parameter.shape)} that was modified by an inplace operation between "
                     f"forward and backward (it is at version {parameter._version}; expected version {version}). Run "
-                    "backward before the optimizer steps, or forward again after it."
+                    "backward before the optimizer steps, or forward again after it. If the optimizer steps during "
+                    "backward, do not let the layer end with that weight: leave it out with `layers=` or `check_fn=`."
                 )
+        shape = self._swapped.changed_shape()
+        if shape is not None:
+            return (
+                f"ran with a weight of shape {shape} in the place of its own, which was modified by an inplace "
+                "operation between forward and backward. Run backward before that."
+            )
         for tensor, ident, place, version in zip(
             self._tensors, self._idents, self._places, self._versions, strict=True
         ):
@@ -181,6 +190,7 @@ class State:
                 for parameter in self._parameters:
                     undo.callback(setattr, parameter, "grad", parameter.grad)
                     parameter.grad = None
+            self._swapped.install(undo)
             self._take_out_new_hooks(undo)
             gradients, hooks = _gradients(self._parameters), _tensor_hooks(self._parameters)
             stand_ins = _StandIns(self._copies)
@@ -254,7 +264,8 @@ def _install(holders: list[Holder], contents: list[Content], then: Callable[[Any
 
 
 def _gradients(parameters: list[nn.Parameter]) -> list[tuple[int, int] | None]:
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+    # Of an FSDP unit's views of its flat parameter none has a gradient, and asking for it would warn.
+    return [(id(p.grad), p.grad._version) if p.is_leaf and p.grad is not None else None for p in parameters]
 
 
 def _tensor_hooks(parameters: list[nn.Parameter]) -> list[int]:

@@ -45,6 +45,15 @@ def test_watching_hooks_see_a_step_once(inner, always, with_kwargs):
     assert_exact(lambda: Hooked(place), observe=seen)
 
 
+def test_watching_hooks_may_compute_with_gradients_on():
+    """What autograd saves for them is not saved in the replay, where they are quiet."""
+
+    def place(layer, seen):
+        layer.linear.register_forward_hook(lambda module, args, output: seen.append((output * output).norm().item()))
+
+    assert_exact(lambda: Hooked(place), observe=seen)
+
+
 def test_global_hooks_see_a_step_once():
     counts = []
     handle = nn.modules.module.register_module_forward_hook(
