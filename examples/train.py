@@ -6,6 +6,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -27,7 +29,7 @@ class ByteGPTNeoX(pl.LightningModule):
         self, width: int = 128, depth: int = 8, heads: int = 4, dropout: float = 0.1, learning_rate: float = 1e-3
     ) -> None:
         super().__init__()
-        config = GPTNeoXConfig(
+        self.config = GPTNeoXConfig(
             vocab_size=256,
             hidden_size=width,
             intermediate_size=4 * width,
@@ -36,8 +38,30 @@ class ByteGPTNeoX(pl.LightningModule):
             hidden_dropout=dropout,
             attention_dropout=dropout,
         )
-        self.model = GPTNeoXForCausalLM(config)
         self.learning_rate = learning_rate
+        self.model: GPTNeoXForCausalLM | None = None
+
+    def configure_model(self) -> None:
+        if self.model is not None:  # Lightning calls this again for validation and the like
+            return
+        if self.device_mesh is None:  # every strategy but `ModelParallelStrategy`
+            self.model = GPTNeoXForCausalLM(self.config)
+        else:
+            self._build_in_parts(self.device_mesh["data_parallel"])
+
+    def _build_in_parts(self, mesh: DeviceMesh) -> None:
+        """Build the model by FSDP2: no rank ever holds all of it."""
+        with torch.device("meta"):  # shapes only
+            self.model = GPTNeoXForCausalLM(self.config)
+        # What travels between ranks is bfloat16, but sums of gradients are not.
+        dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in self.model.gpt_neox.layers:  # gathered one after the other
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
+        # Each rank makes and fills its part only. PyTorch warns on the CPU: there, all ranks draw the same numbers.
+        self.model.to_empty(device=self.trainer.strategy.root_device)
+        self.model.init_weights()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(batch, labels=batch, use_cache=False).loss
