@@ -2,9 +2,10 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+DEEPSPEED = $(VENV)/deepspeed
 PYTEST_ARGS ?=
 
-.PHONY: demo pictures test lint
+.PHONY: demo pictures test test-oldest lint
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -14,10 +15,27 @@ pictures: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[pictures]'
 	$(BIN)/python docs/pictures.py
 
-# The simulated device is registered for a whole process, so its tests have one of their own.
-test: lint
+# The simulated device is registered for a whole process, so its tests have one of their own. So have those with
+# DeepSpeed, since Lightning and others act differently where it is installed: it lies in a folder that only they know.
+test: lint $(DEEPSPEED)/.installed
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/simdevice $(PYTEST_ARGS)
+	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(DEEPSPEED)) $(BIN)/python -m pytest tests/deepspeed $(PYTEST_ARGS)
+
+$(DEEPSPEED)/.installed: $(VENV)/.installed constraints.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --upgrade --target $(DEEPSPEED) --no-deps \
+		--constraint constraints.txt deepspeed einops hjson msgpack py-cpuinfo
+	touch $@
+
+# The oldest versions that are supported; `PYTHON=python3.10` takes the oldest Python, too.
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest tests/simdevice -m 'not slow' $(PYTEST_ARGS)
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """ActivationCheckpointing: the one object most users touch."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -185,6 +186,7 @@ class ActivationCheckpointing(pl.Callback):
         }
         if not self.enabled:
             return settings
+        self._refuse_compilers_budget()
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
         self._refuse_overlap(trainer, chosen)
         silencers = [_SilentLog(trainer)]
@@ -211,6 +213,16 @@ class ActivationCheckpointing(pl.Callback):
         self._recomputed = [recompute for recompute in self._recomputed if recompute.name not in names]
         own = {name: layer for name, layer in self.selection.layers.items() if name not in names}
         self.selection = Selection(own, self.selection.matched)
+
+    def _refuse_compilers_budget(self) -> None:
+        config = sys.modules.get("torch._functorch.config")
+        budget = getattr(config, "activation_memory_budget", 1.0)
+        if budget < 1:
+            raise MisconfigurationException(
+                f"{self!r}: `torch._functorch.config.activation_memory_budget={budget}` has the compiler recompute as "
+                "well; with dropout, its gradients are wrong (https://github.com/pytorch/pytorch/issues/190758). Set it "
+                "to 1.0; `policy='matmul'` keeps a part of the activations, exactly."
+            )
 
     def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
@@ -295,7 +307,8 @@ class ActivationCheckpointing(pl.Callback):
             note_step(repr(self), self.offload_engine)
         if self._recomputed and not self._reported:
             self._reported = True
-            report_first_batch(repr(self), self._recomputed, self.policy, moves_inputs=self.offload_engine is not None)
+            moves_inputs = self.offload_engine is not None
+            report_first_batch(repr(self), self._recomputed, self.policy, moves_inputs, trainer.precision)
         if any(recompute.given_up for recompute in self._recomputed):
             self._report_given_up()
 
@@ -345,7 +358,7 @@ class ActivationCheckpointing(pl.Callback):
         if self._recomputed and type(exception).__module__ == "torch._dynamo.exc":
             rank_zero_warn(
                 f"{self!r}: `torch.compile` cannot trace a recomputed layer; the error below shows which line of it. A "
-                "layer that changes its own state cannot be recomputed inside a compiled graph: put "
+                "layer with a graph break, or that changes its own state, cannot be recomputed in a compiled one: put "
                 "`@torch.compiler.disable` on its `forward` to have it recomputed exactly outside of the graph, or "
                 "leave it out with `layers=` or `check_fn=`."
             )

@@ -1,5 +1,6 @@
 """What the first training batch has shown of the recomputed layers, said once."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from lightning_ckpt.recompute.policy import resolve_policy
 from lightning_ckpt.selection.summary import shorten_names
 
 
-def report_first_batch(who: str, recomputed: Sequence[Recompute], policy: Any, moves_inputs: bool) -> None:
+def report_first_batch(
+    who: str, recomputed: Sequence[Recompute], policy: Any, moves_inputs: bool, precision: str | None
+) -> None:
     """Say what a user should know after the first batch.
 
     Args:
@@ -19,6 +22,7 @@ def report_first_batch(who: str, recomputed: Sequence[Recompute], policy: Any, m
         recomputed: what is attached to its layers.
         policy: the operators whose results are kept, as the user wrote them; None for none.
         moves_inputs: whether the inputs of layers travel to host memory.
+        precision: the Trainer's.
     """
     _report_calls(who, recomputed)
     if policy is not None:
@@ -29,12 +33,24 @@ def report_first_batch(who: str, recomputed: Sequence[Recompute], policy: Any, m
             f"{who}: {len(compiled)} layers run in compiled code, which keeps their inputs itself, so they stay on the "
             f"device: {names_of(compiled)}. `Trainer(strategy='ckpt_offload')` moves them."
         )
+    if compiled and "16" in str(precision) and not _casts_are_emulated():
+        rank_zero_warn(
+            f"{who}: {len(compiled)} layers run in compiled code with `precision={precision!r}`: {names_of(compiled)}. "
+            "Inductor leaves out casts where it fuses operators, and fuses a recompute otherwise, so gradients can "
+            "differ from those of the compiled plain run in their last bits. Set "
+            "`torch._inductor.config.emulate_precision_casts = True` for both to have them equal."
+        )
     caching = _with_finding(recomputed, KEEPS_CACHE)
     if caching:
         rank_zero_info(
             f"{who}: {len(caching)} layers fill a key-value cache in training (`use_cache=True`). It is replayed "
             "exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
         )
+
+
+def _casts_are_emulated() -> bool:
+    config = sys.modules.get("torch._inductor.config")
+    return config is None or bool(getattr(config, "emulate_precision_casts", False))
 
 
 def _report_calls(who: str, recomputed: Sequence[Recompute]) -> None:
@@ -50,7 +66,8 @@ def _report_calls(who: str, recomputed: Sequence[Recompute]) -> None:
         rank_zero_warn(
             f"{who}: {len(idle)} of {len(recomputed)} layers were not called with gradients in the first training "
             f"batch, so nothing is saved there: {names_of(idle)}. If the model calls a method of theirs other than "
-            "`forward`, choose the modules inside them."
+            "`forward`, choose the modules inside them; layers that are frozen, with what is before them, save "
+            "nothing anyway."
         )
     nested = _with_finding(recomputed, CHECKPOINTS_ITSELF)
     if nested:

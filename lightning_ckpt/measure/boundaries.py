@@ -28,6 +28,14 @@ class _Boundary:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
 
+    @property
+    def __name__(self) -> str:
+        """Only `torch.jit.script` asks for it, which cannot compile this."""
+        raise AttributeError(
+            f"Layer {self._name!r} is watched by the `StepMonitor` until the end of `fit`, and `torch.jit.script` "
+            "cannot compile that. Call it after `fit`, or use `torch.jit.trace` or `torch.export.export`."
+        )
+
 
 class _Nothing:
     """What a boundary becomes in a copy of the module."""

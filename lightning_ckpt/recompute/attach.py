@@ -1,6 +1,7 @@
 """Attach recompute to a layer without wrapping it, and take it away without a trace."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -58,6 +59,7 @@ class Recompute:
         self.verify: Verify = verify
         self.silencers = list(silencers)
         self.policy = policy
+        self._contexts = _contexts_of(policy)
         self.kept_operators: set[OpOverload] = set()
         self.keep: Keep | None = None
         self.called = False
@@ -82,12 +84,20 @@ class Recompute:
             "keep": None,
             "kept_operators": set(),
         }
-        return {**self.__dict__, **gone, "policy": names}
+        return {**self.__dict__, **gone, "policy": names, "_contexts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state["policy"]
         policy = resolve_policy(names) if names else frozenset()
-        self.__dict__.update(state, lock=threading.RLock(), policy=policy)
+        self.__dict__.update(state, lock=threading.RLock(), policy=policy, _contexts=_contexts_of(policy))
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Only `torch.jit.script` asks for it, which cannot compile this."""
+        raise AttributeError(
+            f"Layer {self.name!r} is recomputed until the end of `fit`, and `torch.jit.script` cannot compile that. "
+            "Call it after `fit`, or use `torch.jit.trace` or `torch.export.export`."
+        )
 
     @property
     def inventory(self) -> Inventory:
@@ -102,7 +112,7 @@ class Recompute:
         return FILLS_LATE in self.findings or self.inventory.names_late_operator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing() or torch.compiler.is_exporting():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
             self.called = self.compiled = True
@@ -129,7 +139,7 @@ class Recompute:
             output = frame.forward(args, kwargs)
             with self._named():
                 frame.learn()
-            self.called = True
+            self.called = self.called or frame.saves
             self.given_up |= dict.fromkeys(frame.given_up)
             if learning:
                 self.findings |= inspect_call(frame.arguments.tensors, args, kwargs, output)
@@ -159,10 +169,6 @@ class Recompute:
     def _outside_of_the_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._recomputed(args, kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, replay = create_selective_checkpoint_contexts(list(self.policy))
-        return forward, replay
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward."""
         if self._previous is not None:
@@ -176,6 +182,12 @@ class Recompute:
             self.layer.forward = self._previous
         for module in self.taken_over:
             setattr(module, "gradient_checkpointing", True)
+
+
+@functools.cache
+def _contexts_of(policy: frozenset[OpOverload]) -> Callable[[], Any]:
+    """One object for all layers of a policy: the compiler takes each for another one, and compiles again."""
+    return functools.partial(create_selective_checkpoint_contexts, list(policy))
 
 
 def _is_lazy(layer: nn.Module) -> bool:

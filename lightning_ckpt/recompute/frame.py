@@ -1,9 +1,10 @@
 """One call of a recomputed layer: what autograd would save is left out, and regained by running the layer again."""
 
 import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from lightning_ckpt.recompute.private import get_running, set_running
 from lightning_ckpt.recompute.results import Results, unnoticed
 from lightning_ckpt.recompute.state import State, UnexpectedError
 from lightning_ckpt.recompute.watch import announced_replay, watched
+from lightning_ckpt.recompute.zero3 import balanced_module_stack
 
 if TYPE_CHECKING:
     from lightning_ckpt.recompute.attach import Recompute
@@ -115,6 +117,11 @@ class Frame:
         return self._state.given_up + self.arguments.given_up
 
     @property
+    def saves(self) -> bool:
+        """Whether autograd would have kept anything: not if the layer is frozen and its inputs ask for no gradients."""
+        return bool(self._slots)
+
+    @property
     def is_learning(self) -> bool:
         """Whether this is one of the layer's first calls in its mode."""
         return self._state.learned.learning
@@ -127,7 +134,7 @@ class Frame:
         self._running = True
         try:
             keeping = contextlib.nullcontext() if self.results is None else self.results.keeping(self._owner.keep)
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = saved_tensors_hooks(*self._unheard(self._pack, self._unpack))
             report = Report(lambda: len(self._slots))
             with self._explained(), spied_on(tables, report), hooks, keeping:
                 output = self._owner.run(*args, **kwargs)
@@ -141,6 +148,11 @@ class Frame:
             self._kinds = [kind for i, kind in enumerate(self._kinds) if i not in unneeded]
             self._positions = [position for i, position in enumerate(self._positions) if i not in unneeded]
         return output
+
+    def _unheard(self, *functions: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """Functions that the compiler does not listen to, as it does while a compiled part runs; 1 us a call."""
+        heard = self._owner.inventory.has_compiled_parts
+        return list(map(torch.compiler.disable, functions)) if heard else list(functions)
 
     def learn(self) -> None:
         """Right after forward: see what the layer changed, and drop copies that are not needed."""
@@ -195,7 +207,7 @@ class Frame:
         return slot.value
 
     def _replay(self) -> None:
-        objection = self.arguments.objection() or self._state.objection()
+        objection = _compiled_autograd() or self.arguments.objection() or self._state.objection()
         if objection is not None:
             raise self._error(objection)
         self._release_previous()
@@ -213,11 +225,12 @@ class Frame:
             for silencer in self._owner.silencers:
                 stack.enter_context(silencer())
             args, kwargs = self.arguments.for_replay()
+            stack.enter_context(balanced_module_stack())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without(self._muted))
             if self.results is not None:
                 stack.enter_context(unnoticed_in(hook_tables(self._owner.inventory.inner_modules)))
-            stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
+            stack.enter_context(saved_tensors_hooks(*self._unheard(self._fill, _as_it_is)))
             if self.results is not None:
                 stack.enter_context(self.results.reusing())
             try:
@@ -284,7 +297,7 @@ class Frame:
             )
         if slot.fingerprint is not None:
             again = _fingerprint(tensor)
-            if again is not None and not slot.fingerprint.matches(again):
+            if again is None or not slot.fingerprint.matches(again):
                 raise self._error(
                     f"saved tensor {index} of shape {tuple(tensor.shape)} with other values in the replay than in "
                     "forward. Something that it reads has changed in between and was not seen: a file, an iterator, a "
@@ -324,6 +337,16 @@ def _fingerprint(tensor: Tensor) -> Fingerprint | None:
 
 def _has_no_shape(tensor: Tensor) -> bool:
     return tensor.is_nested and tensor.layout is torch.strided
+
+
+def _compiled_autograd() -> str | None:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is None or not module.in_compiled_autograd_region:
+        return None
+    return (
+        "would be recomputed while compiled autograd traces backward, which cannot be exact. Switch compiled autograd "
+        "off (`torch._dynamo.config.compiled_autograd = False`), or compile the layer itself: `layer.compile()`."
+    )
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ class Inventory:
     Attributes:
         inner_modules: these without the layer itself.
         hook_tables: the tables of their forward hooks.
+        has_compiled_parts: whether any of these is compiled.
         names_late_operator: whether they name an operator that fills a tensor after autograd saved it.
         modules: the layer's modules and those found hidden in its attributes, by name within the layer.
         quiet: what the quiet roots hold. Never changed, but replaced, so that frames can share it.
@@ -98,6 +99,7 @@ class Inventory:
         if any(GLOBAL_HOOKS):
             roots["global hooks"] = [table for table in GLOBAL_HOOKS if table]
         roots |= self._find_globals(roots)
+        roots |= _attributes_of_parameters(self._layer)
         roots = with_hidden_modules(roots)
         self.modules = {name: part for name, part in roots.items() if isinstance(part, nn.Module)}
         alone = {name: self.reach({name: root}) for name, root in roots.items()}
@@ -118,6 +120,9 @@ class Inventory:
         self.names_late_operator = any(map(names_late_operator, {type(module) for module in self.modules.values()}))
         parameters = chain.from_iterable(module._parameters.values() for module in self.modules.values())
         self.inner_modules = [module for module in self.modules.values() if module is not self._layer]
+        self.has_compiled_parts = any(
+            part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in self.inner_modules
+        )
         self.parameters = list({id(p): p for p in parameters if p is not None}.values())
         self.learned = self._by_mode[tuple(module.training for module in self.modules.values())]
 
@@ -150,6 +155,12 @@ class Inventory:
             now = read_content(holder)
             if not same_content(_without_mode(holder, content), _without_mode(holder, now)):
                 self._restless.add(root)
+
+
+def _attributes_of_parameters(layer: nn.Module) -> dict[str, Any]:
+    """What subclasses of `Parameter` carry along: quantized weights keep their scales there until they are used."""
+    named = layer.named_parameters()
+    return {f".{name}": vars(p) for name, p in named if nn.Parameter in type(p).__mro__[1:]}
 
 
 def with_hidden_modules(roots: dict[str, Any]) -> dict[str, Any]:

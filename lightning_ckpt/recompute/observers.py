@@ -12,6 +12,7 @@ from lightning_ckpt.recompute.contents import Content, read_content, same_conten
 from lightning_ckpt.recompute.inventory import is_outer, versions
 from lightning_ckpt.recompute.reach import GLOBAL_HOOKS, Detached, Reached, cut_graphs
 from lightning_ckpt.recompute.results import unnoticed
+from lightning_ckpt.recompute.zero3 import gathers_weights
 
 Table = MutableMapping[int, Any]
 Muted = list[tuple[Table, int]]
@@ -46,6 +47,9 @@ class _Spy:
             self._report.spans[self._entry].append(range(saved, self._report.saved()))
 
     def _watch(self, module: nn.Module, *rest: Any, **kwargs: Any) -> Any:
+        if gathers_weights(self.hook):
+            self._report.acted[self._entry] = True
+            return self.hook(module, *rest, **kwargs)
         seen = Reached()
         seen.add("given", [*rest, kwargs])
         seen.add("hook", self.hook)

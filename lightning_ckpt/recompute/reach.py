@@ -41,6 +41,7 @@ _ATOMS = frozenset(
 )
 _OPAQUE_PACKAGES = {
     "builtins",
+    "deepspeed",
     "lightning",
     "lightning_ckpt",
     "logging",

@@ -24,6 +24,13 @@ from lightning_ckpt.recompute.state import UnexpectedError
 
 _CURE = "Leave the operator out of `policy`, or the layer out with `layers=` or `check_fn=`."
 
+# They return parts of their argument's storage that autograd does not take for views.
+_UNKNOWN_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
 Restore = Callable[[], None]
 Kinds = list[tuple[torch.Size, torch.dtype]]
 
@@ -67,6 +74,7 @@ class _Result:
         self.value: Any = None
         self._versions: list[int] = []
         self._storages: set[int] = set()
+        self._aliases: list[Tensor] = []
         self._restore: list[Restore] = []
 
     def keep(self, value: Any, restore: list[Restore]) -> None:
@@ -84,11 +92,17 @@ class _Result:
         """Whether it lies in one of these storages."""
         return self.value is not None and not self._storages.isdisjoint(written)
 
+    def note_alias(self, tensor: Tensor) -> None:
+        """A tensor in the same storage has versions of its own: changes of it are changes of the result."""
+        self._aliases.append(tensor)
+        self._versions.append(_version(tensor))
+
     def settle(self, keep: Keep | None) -> None:
         """Hold it on no graph, unless it has changed since."""
         if not self._is_unchanged() or self._storages != _storages_in(self.value):  # `x.data = y` gives it another one
             self.drop()
         self.value = tree_map(lambda leaf: _held(leaf, keep), self.value)
+        self._aliases = list(map(_probe, self._aliases))
 
     def take(self) -> Any:
         """What the operator returned, once; None where it has to run again."""
@@ -107,9 +121,11 @@ class _Result:
                 yield from leaf.handle.on_device
 
     def _is_unchanged(self) -> bool:
+        if self.value is None:
+            return True
         return not any(
             leaf.handle.is_changed if isinstance(leaf, _HandedOver) else _version(leaf) != version
-            for leaf, version in zip(tree_leaves(self.value), self._versions, strict=False)  # None has no leaves
+            for leaf, version in zip([*tree_leaves(self.value), *self._aliases], self._versions, strict=True)
         )
 
 
@@ -229,7 +245,8 @@ class _Keeping(PolicyMode):
         return value
 
     def run_other(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        # Versions do not tell of all changes: a GRU changes parts of its gates that autograd does not know of.
+        # The versions of a result do not tell of all changes: a GRU changes parts of its gates that autograd does not
+        # know of, and the output of a linear layer without a bias has versions of its own.
         names = _written_arguments(operator)
         if names and self._results:
             given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -237,7 +254,13 @@ class _Keeping(PolicyMode):
             for result in self._results:
                 if result.shares(changed):
                     result.drop()
-        return operator(*args, **kwargs)
+        output = operator(*args, **kwargs)
+        if operator in _UNKNOWN_VIEWS:
+            for tensor in tree_leaves(output):
+                for result in self._results:
+                    if result.shares(_storages_in(tensor)):
+                        result.note_alias(tensor)
+        return output
 
     def _photograph(self, operator: OpOverload) -> list[Restore]:
         if operator.namespace != "aten":  # it may draw from anything, and lack the tag
@@ -284,6 +307,14 @@ def _given_back(leaf: Any) -> Any:
     if isinstance(leaf, _HandedOver):
         return leaf.handle.tensor().detach()
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    """Has the versions of `tensor`, but not its memory."""
+    probe = tensor.detach()
+    if type(probe) is Tensor:
+        probe.data = probe.new_empty(0)
+    return probe
 
 
 def _version(leaf: Any) -> int:

@@ -14,6 +14,7 @@ from lightning_ckpt.recompute.reach import Detached, Place, Reached
 from lightning_ckpt.recompute.streams import Stream
 from lightning_ckpt.recompute.swapped import Swapped
 from lightning_ckpt.recompute.tensors import bitwise_equal, copy_exactly, regrow
+from lightning_ckpt.recompute.zero3 import is_partitioned
 
 SMALL = 4096  # elements; buffers up to this size are copied at every call
 
@@ -54,7 +55,8 @@ class State:
         self._parameter_copies: dict[int, Tensor] = {}
         if learned.learning or learned.parameters:
             for i, parameter in enumerate(self._parameters):
-                if i in learned.parameters or (learned.learning and parameter.numel() <= SMALL):
+                small = parameter.numel() <= SMALL and not is_partitioned(parameter)
+                if i in learned.parameters or (learned.learning and small):
                     self._parameter_copies[id(parameter)] = parameter.detach().clone()
         self._gradients = _gradients(self._parameters) if learned.learning else None
         self._hook_tables = inventory.hook_tables

@@ -24,6 +24,9 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
         return False
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout or type(a) is not type(b):
         return False
+    if hasattr(type(a), "__tensor_flatten__"):  # a quantized or sharded weight, which need not know any operator
+        inner, other_inner = _inner_tensors(a), _inner_tensors(b)
+        return len(inner) == len(other_inner) and all(map(bitwise_equal, inner, other_inner))
     if a.layout is torch.sparse_coo:
         pairs = [(a._indices(), b._indices()), (a._values(), b._values())]
     elif a.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -38,6 +41,11 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
         bits, other_bits = as_integers(a), as_integers(b)
         return bits is not None and other_bits is not None and torch.equal(bits, other_bits)
     return all(bitwise_equal(one, other) for one, other in pairs)
+
+
+def _inner_tensors(tensor: Any) -> list[Tensor]:
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor may also list its mesh
 
 
 def copy_exactly(tensor: Tensor) -> Tensor:

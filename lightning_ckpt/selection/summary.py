@@ -50,7 +50,8 @@ class Selection:
 
 def _mib(layer: nn.Module) -> str:
     try:
-        size = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+        # DeepSpeed's ZeRO-3 leaves empty parameters behind, which know their full size.
+        size = sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in layer.parameters())
     except (RuntimeError, ValueError):  # lazy modules have no shapes yet
         return "unknown size"
     return f"{size / 2**20:.3g} MiB"

@@ -124,6 +124,9 @@ WAYS = {
     "strategy": lambda: {"strategy": strategy(move="all")},
     "strategy, what the link hides": lambda: {"strategy": strategy()},
     "callback": lambda: {"callbacks": [ActivationCheckpointing(offload=OffloadOptions(**SMALL))]},
+    "callback with a policy": lambda: {
+        "callbacks": [ActivationCheckpointing(offload=OffloadOptions(**SMALL), policy="matmul")]
+    },
     "both": lambda: {
         "strategy": strategy(move="all"),
         "callbacks": [ActivationCheckpointing(every_n_layers=2, offload=True)],
