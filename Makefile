@@ -19,7 +19,7 @@ pictures: $(VENV)/.installed
 # DeepSpeed, since Lightning and others act differently where it is installed: it lies in a folder that only they know.
 test: lint $(DEEPSPEED)/.installed
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/simdevice $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/simdevice --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(DEEPSPEED)) $(BIN)/python -m pytest tests/deepspeed $(PYTEST_ARGS)
 
 $(DEEPSPEED)/.installed: $(VENV)/.installed constraints.txt
@@ -27,7 +27,7 @@ $(DEEPSPEED)/.installed: $(VENV)/.installed constraints.txt
 		--constraint constraints.txt deepspeed einops hjson msgpack py-cpuinfo
 	touch $@
 
-# The oldest versions that are supported; `PYTHON=python3.10` takes the oldest Python, too.
+# The oldest versions that are supported.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow' $(PYTEST_ARGS)
 	.venv-oldest/bin/python -m pytest tests/simdevice -m 'not slow' $(PYTEST_ARGS)

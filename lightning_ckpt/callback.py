@@ -220,8 +220,8 @@ class ActivationCheckpointing(pl.Callback):
         if budget < 1:
             raise MisconfigurationException(
                 f"{self!r}: `torch._functorch.config.activation_memory_budget={budget}` has the compiler recompute as "
-                "well; with dropout, its gradients are wrong (https://github.com/pytorch/pytorch/issues/190758). Set it "
-                "to 1.0; `policy='matmul'` keeps a part of the activations, exactly."
+                "well, wrongly where dropout is (https://github.com/pytorch/pytorch/issues/190758). Set it to "
+                "1.0; `policy='matmul'` keeps a part of the activations, exactly."
             )
 
     def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:

@@ -248,6 +248,44 @@ def test_hostile_layers_are_exact(make, policy):
     assert len(callback.selection) == 2
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["here", "in somebody's care"])
+def test_outputs_with_versions_of_their_own_that_the_caller_changes(keep):
+    """A linear layer without a bias returns its product by `_unsafe_view`, which shares memory but no versions."""
+
+    class Handle:
+        def __init__(self, tensor):
+            self.kept = tensor.detach()
+            self.version = tensor._version
+            self.on_device = [self.kept]
+
+        is_changed = property(lambda self: self.kept._version != self.version)
+
+        def tensor(self):
+            return self.kept
+
+    class Projects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return hidden, torch.tanh(self.second(hidden + 0)).exp()
+
+    def gradient(treated):
+        torch.manual_seed(0)
+        layer = Projects()
+        if treated:
+            recompute = attach(layer, "layer", verify="off", policy=resolve_policy("matmul"))
+            recompute.keep = Handle if keep else None
+        hidden, output = layer(torch.randn(2, 3, 4))
+        hidden.mul_(3)
+        (hidden.sum() + output.sum()).backward()
+        return layer.second.weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 def test_products_in_hooks_are_not_taken_for_the_layers_own():
     """One hook only watches and is quiet in the replay, one acts and runs again: neither shifts the order."""
 

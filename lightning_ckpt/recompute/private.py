@@ -53,10 +53,7 @@ def get_running() -> frozenset[int]:
 
 def set_running(layers: frozenset[int]) -> None:
     """Note which layers' forward runs in this thread."""
-    if layers:
-        torch._C._stash_obj_in_tls(_RUNNING, layers)
-    else:
-        torch._C._remove_obj_from_tls(_RUNNING)
+    torch._C._stash_obj_in_tls(_RUNNING, layers)
 
 
 def get_sdp_priority() -> Any:

@@ -190,8 +190,9 @@ class State:
                     _put_data(parameter, self._parameter_copies[id(parameter)].clone())
             if self.learned.runs_backward:
                 for parameter in self._parameters:
-                    undo.callback(setattr, parameter, "grad", parameter.grad)
-                    parameter.grad = None
+                    if parameter.is_leaf:
+                        undo.callback(setattr, parameter, "grad", parameter.grad)
+                        parameter.grad = None
             self._swapped.install(undo)
             self._take_out_new_hooks(undo)
             gradients, hooks = _gradients(self._parameters), _tensor_hooks(self._parameters)

@@ -84,9 +84,22 @@ def test_a_compiled_backward_of_eager_layers_is_refused():
 
 def test_a_memory_budget_of_the_compiler_is_refused():
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        with pytest.raises(MisconfigurationException, match="activation_memory_budget=0.5` has the compiler recompute"):
+        with pytest.raises(MisconfigurationException, match=r"activation_memory_budget=0\.5` has the compiler recompute"):
             fit(lambda: Training(blocks()), rows(), [ActivationCheckpointing()])
         fit(lambda: Training(blocks()), rows(), [ActivationCheckpointing(enabled=False)])
+
+
+@pytest.mark.parametrize(("precision", "emulates"), [("bf16-mixed", False), ("bf16-mixed", True), ("32-true", False)])
+def test_rounding_that_fusion_changes_is_said(precision, emulates, recwarn):
+    def make():
+        model = blocks(1)
+        compile_each(model[1:], Backend())
+        return Training(model)
+
+    with torch._inductor.config.patch(emulate_precision_casts=emulates):
+        fit(make, rows(), [ActivationCheckpointing(layers=Block)], precision=precision)
+    said = any("torch._inductor.config.emulate_precision_casts = True" in str(warning.message) for warning in recwarn)
+    assert said == (precision == "bf16-mixed" and not emulates)
 
 
 class Part(nn.Linear):

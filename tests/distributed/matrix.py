@@ -85,7 +85,7 @@ def page(out: Path) -> str:
         for treatment, name in NAMES.items():
             verdicts = [verdict(out, strategy, precision, treatment) for precision in PRECISIONS]
             rows.append((strategy, name, *(_noted(text, notes) for text in verdicts)))
-    rows.append(("DeepSpeed", "see the section on DeepSpeed", *[""] * len(PRECISIONS)))
+    rows.append(("DeepSpeed", "see [its page](deepspeed.md)", *[""] * len(PRECISIONS)))
     table = [f"| {' | '.join(row)} |" for row in rows]
     footnotes = [f"[^{number}]: {text}" for text, number in notes.items()]
     return "\n".join([INTRODUCTION, *table, "", *footnotes, ""])
