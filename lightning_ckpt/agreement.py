@@ -4,10 +4,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_ckpt.selection.summary import shorten_names
@@ -51,6 +53,15 @@ def agree(trainer: pl.Trainer, who: str, find_settings: Callable[[], Settings]) 
                 f"{who} must be the same on all ranks, but {_difference(name, values)}. Give every rank the same "
                 "arguments, and build the same model there."
             )
+
+
+def as_text(value: Any) -> str:
+    """A setting as text that does not differ between processes: nothing with an address in it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(as_text, value))}]"
+    if callable(value) and not isinstance(value, (OpOverload, OpOverloadPacket)):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return str(value)
 
 
 def _gather(trainer: pl.Trainer, who: str, settings: Settings) -> list[Settings]:

@@ -1,7 +1,6 @@
 """ActivationCheckpointing: the one object most users touch."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -10,10 +9,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 from typing_extensions import override
 
-from lightning_ckpt.agreement import Settings, agree
+from lightning_ckpt.agreement import Settings, agree, as_text
+from lightning_ckpt.compiler import refuse_memory_budget
 from lightning_ckpt.findings import names_of, report_first_batch
 from lightning_ckpt.monitor import StepMonitor, Summary
 from lightning_ckpt.monitor.trainer import callbacks_of, offload_engine_of
@@ -25,7 +24,11 @@ from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
 from lightning_ckpt.setup_shim import Action, around_setup, forget
+from lightning_ckpt.silent_log import SilentLog
 from lightning_ckpt.strategies import has_stepped, local_ranks, note_step
+
+# What has to be the same on all ranks.
+_COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offload", "policy")
 
 
 class ActivationCheckpointing(pl.Callback):
@@ -182,14 +185,14 @@ class ActivationCheckpointing(pl.Callback):
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
         settings: Settings = {
             "the number of these callbacks": str(len(others)),
-            **{f"`{name}`": _plain(getattr(self, name)) for name in _COMPARED},
+            **{f"`{name}`": as_text(getattr(self, name)) for name in _COMPARED},
         }
         if not self.enabled:
             return settings
-        self._refuse_compilers_budget()
+        refuse_memory_budget(repr(self))
         chosen = select_layers(pl_module, self.layers, check_fn=self.check_fn, every_n_layers=self.every_n_layers)
         self._refuse_overlap(trainer, chosen)
-        silencers = [_SilentLog(trainer)]
+        silencers = [SilentLog(trainer)]
         wrapped = find_wrapped(pl_module, chosen.layers)
         for name, layer in chosen.layers.items():
             if name not in wrapped:
@@ -213,16 +216,6 @@ class ActivationCheckpointing(pl.Callback):
         self._recomputed = [recompute for recompute in self._recomputed if recompute.name not in names]
         own = {name: layer for name, layer in self.selection.layers.items() if name not in names}
         self.selection = Selection(own, self.selection.matched)
-
-    def _refuse_compilers_budget(self) -> None:
-        config = sys.modules.get("torch._functorch.config")
-        budget = getattr(config, "activation_memory_budget", 1.0)
-        if budget < 1:
-            raise MisconfigurationException(
-                f"{self!r}: `torch._functorch.config.activation_memory_budget={budget}` has the compiler recompute as "
-                "well, wrongly where dropout is (https://github.com/pytorch/pytorch/issues/190758). Set it to "
-                "1.0; `policy='matmul'` keeps a part of the activations, exactly."
-            )
 
     def _refuse_overlap(self, trainer: pl.Trainer, selection: Selection) -> None:
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
@@ -332,7 +325,7 @@ class ActivationCheckpointing(pl.Callback):
         """How layers are treated while ``fit`` runs, a line for each class of layers."""
         if not self._recomputed or self.selection is None:
             return []
-        how = "recomputed" if self.policy is None else f"recomputed but for {_plain(self.policy)}"
+        how = "recomputed" if self.policy is None else f"recomputed but for {as_text(self.policy)}"
         if self._boundaries is not None:
             how += ", inputs in host memory" if self.policy is None else ", what it keeps in host memory"
         return [f"{how}: {line}" for line in str(self.selection).splitlines()]
@@ -378,42 +371,3 @@ class ActivationCheckpointing(pl.Callback):
             if attached(recompute.layer) is recompute:
                 recompute.detach()
         self._recomputed.clear()
-
-
-# What has to be the same on all ranks.
-_COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offload", "policy")
-
-
-def _plain(value: Any) -> str:
-    """A setting as text that does not differ between processes: nothing with an address in it."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    if callable(value) and not isinstance(value, (OpOverload, OpOverloadPacket)):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return str(value)
-
-
-class _SilentLog:
-    """Keeps `self.log` of the LightningModule from counting twice when a layer calls it.
-
-    It is stopped where the Trainer collects it: a layer may hold `self.log` itself, bound before.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        results = self._trainer._results
-        if results is None or "log" in results.__dict__:
-            yield
-            return
-        results.__dict__["log"] = _do_not_log
-        try:
-            yield
-        finally:
-            del results.__dict__["log"]
-
-
-def _do_not_log(*args: Any, **kwargs: Any) -> None:
-    """`self.log` in a replay."""

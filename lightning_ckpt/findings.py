@@ -1,11 +1,11 @@
 """What the first training batch has shown of the recomputed layers, said once."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_ckpt.compiler import casts_are_emulated
 from lightning_ckpt.recompute import Recompute
 from lightning_ckpt.recompute.inspection import CHECKPOINTS_ITSELF, IS_CHECKPOINTED, KEEPS_CACHE
 from lightning_ckpt.recompute.policy import resolve_policy
@@ -33,7 +33,7 @@ def report_first_batch(
             f"{who}: {len(compiled)} layers run in compiled code, which keeps their inputs itself, so they stay on the "
             f"device: {names_of(compiled)}. `Trainer(strategy='ckpt_offload')` moves them."
         )
-    if compiled and "16" in str(precision) and not _casts_are_emulated():
+    if compiled and "16" in str(precision) and not casts_are_emulated():
         rank_zero_warn(
             f"{who}: {len(compiled)} layers run in compiled code with `precision={precision!r}`: {names_of(compiled)}. "
             "Inductor leaves out casts where it fuses operators, and fuses a recompute otherwise, so gradients can "
@@ -46,11 +46,6 @@ def report_first_batch(
             f"{who}: {len(caching)} layers fill a key-value cache in training (`use_cache=True`). It is replayed "
             "exactly, but its keys and values stay in memory; pass `use_cache=False` to save them."
         )
-
-
-def _casts_are_emulated() -> bool:
-    config = sys.modules.get("torch._inductor.config")
-    return config is None or bool(getattr(config, "emulate_precision_casts", False))
 
 
 def _report_calls(who: str, recomputed: Sequence[Recompute]) -> None:

@@ -84,7 +84,7 @@ def test_a_compiled_backward_of_eager_layers_is_refused():
 
 def test_a_memory_budget_of_the_compiler_is_refused():
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        with pytest.raises(MisconfigurationException, match=r"activation_memory_budget=0\.5` has the compiler recompute"):
+        with pytest.raises(MisconfigurationException, match=r"memory_budget=0\.5` has the compiler recompute"):
             fit(lambda: Training(blocks()), rows(), [ActivationCheckpointing()])
         fit(lambda: Training(blocks()), rows(), [ActivationCheckpointing(enabled=False)])
 
