@@ -30,7 +30,7 @@ $(DEEPSPEED)/.installed: $(VENV)/.installed constraints.txt
 # The oldest versions that are supported.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow' $(PYTEST_ARGS)
-	.venv-oldest/bin/python -m pytest tests/simdevice -m 'not slow' $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest tests/simdevice --numprocesses auto --dist worksteal -m 'not slow' $(PYTEST_ARGS)
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest

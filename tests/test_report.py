@@ -276,7 +276,6 @@ def test_the_command_draws_and_prints(logs, tmp_path):
     command = [sys.executable, "-m", "lightning_ckpt.report", str(logs / "csv"), str(logs / "tensorboard")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
     names = {f"{source}/{name}" for source in ("csv", "tensorboard") for name in RUNS}
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines[1:5]} == names

@@ -1,12 +1,7 @@
 """The page on scaling up: its configurations, run on two processes as a user runs them, and its arithmetic."""
 
-import contextlib
 import csv
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.recompute import attach
+from tests.distributed import launch
 from tests.support import Training, blocks, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -33,39 +29,15 @@ SMALL = {"--model.width": 32, "--model.heads": 2, "--model.depth": LAYERS, "--da
 def train(config, folder, *flags):
     """Run `train.py fit` with a file of examples/ in `folder`: what it printed, with no process left behind."""
     settings = {**SMALL, "--trainer.max_steps": STEPS, "--trainer.callbacks.every_n_train_steps": STEPS}
-    command = [
-        *(sys.executable, ROOT / "examples" / "train.py", "fit", "--config", ROOT / "examples" / config),
+    arguments = [
+        *(ROOT / "examples" / "train.py", "fit", "--config", ROOT / "examples" / config),
         *(part for setting in settings.items() for part in setting),
         *("--trainer.enable_progress_bar", "false", *flags),
     ]
-    run = subprocess.Popen(
-        list(map(str, command)),
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # the second process is in its group
-    )
-    try:
-        output, _ = run.communicate(timeout=600)
-        assert run.returncode == 0, output
-        assert not members(run.pid)
-    finally:
-        if members(run.pid):
-            os.killpg(run.pid, signal.SIGKILL)
-    return output
-
-
-def members(group):
-    """Processes of the group that still run: one that has ended but that nobody has asked for its result does not."""
-    running = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            state, _, its_group, *_ = file.read_text().rpartition(")")[2].split()
-            if state not in "ZX" and int(its_group) == group:
-                running.append(int(file.parent.name))
-    return running
+    done = launch.run(list(map(str, arguments)), folder, seconds=600, cwd=folder)
+    assert done.code == 0, done.stdout + done.stderr
+    assert done.left_behind == 0
+    return done.stdout + done.stderr
 
 
 def read_metrics(folder):

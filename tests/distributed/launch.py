@@ -34,7 +34,7 @@ class Done:
         return Path(self.folder)
 
 
-def run(arguments: Sequence[str], folder: Path, seconds: float, grace: float = 10) -> Done:
+def run(arguments: Sequence[str], folder: Path, seconds: float, grace: float = 10, cwd: Path | None = None) -> Done:
     """Run Python with `arguments`, `OUT` among them for the folder; whatever process has come of it is ended then.
 
     Those that are left after an orderly end are counted. `code` is None if time was up.
@@ -44,7 +44,9 @@ def run(arguments: Sequence[str], folder: Path, seconds: float, grace: float = 1
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True, cwd=cwd
+        )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)

@@ -28,7 +28,7 @@ def missing_tools() -> list[str]:
 
 def library() -> Path:
     """The shared object, built if it is not there yet."""
-    key = hashlib.sha256(torch.__version__.encode() + " ".join(FLAGS).encode())
+    key = hashlib.sha256((torch.__version__ + sys.version).encode() + " ".join(FLAGS).encode())
     for source in SOURCES:
         key.update(source.read_bytes())
     cache = Path(os.environ.get("SIMDEVICE_CACHE", Path(tempfile.gettempdir()) / "simdevice"))
