@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
-DEEPSPEED = $(VENV)/deepspeed
+APART = $(VENV)/apart
 PYTEST_ARGS ?=
 
 .PHONY: demo pictures test test-oldest lint
@@ -16,15 +16,17 @@ pictures: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py
 
 # The simulated device is registered for a whole process, so its tests have one of their own. So have those with
-# DeepSpeed, since Lightning and others act differently where it is installed: it lies in a folder that only they know.
-test: lint $(DEEPSPEED)/.installed
+# DeepSpeed and torchao, since Lightning and others act differently where these are: they lie in a folder that only the
+# last process knows.
+test: lint $(APART)/.installed
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/simdevice --numprocesses auto --dist worksteal $(PYTEST_ARGS)
-	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(DEEPSPEED)) $(BIN)/python -m pytest tests/deepspeed $(PYTEST_ARGS)
+	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(APART)) $(BIN)/python -m pytest tests/deepspeed tests/test_torchao.py \
+		$(PYTEST_ARGS)
 
-$(DEEPSPEED)/.installed: $(VENV)/.installed constraints.txt
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --upgrade --target $(DEEPSPEED) --no-deps \
-		--constraint constraints.txt deepspeed einops hjson msgpack py-cpuinfo
+$(APART)/.installed: $(VENV)/.installed constraints.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --upgrade --target $(APART) --no-deps \
+		--constraint constraints.txt deepspeed einops hjson msgpack py-cpuinfo torchao
 	touch $@
 
 # The oldest versions that are supported.

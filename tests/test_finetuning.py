@@ -468,14 +468,3 @@ def test_frozen_layers_quantized_by_pytorch_are_not_run_again():
         return Training(model)
 
     assert_same(make, "recompute", replays=1 / 2)
-
-
-def test_layers_quantized_by_torchao_under_adapters_are_exact():
-    from torchao import quantization  # takes seconds
-
-    def make():
-        model = llama()
-        quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
-        return language_model(get_peft_model(model, lora()), use_cache=False)
-
-    assert_same(make, "recompute", data=tokens(), counted=LlamaAttention)
