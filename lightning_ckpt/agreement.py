@@ -31,8 +31,7 @@ def agree(trainer: pl.Trainer, who: str, find_settings: Callable[[], Settings]) 
         trainer: whose ranks are meant.
         who: whose settings they are.
         find_settings: returns this rank's settings, each a text or several names, by what they are called in a
-            sentence. Where it raises, the other
-            ranks stop as well instead of waiting for this one.
+            sentence. Where it raises, the other ranks stop as well instead of waiting for this one.
 
     Raises:
         MisconfigurationException: on every rank: which setting differs, and on which ranks.

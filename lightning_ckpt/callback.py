@@ -83,8 +83,8 @@ class ActivationCheckpointing(pl.Callback):
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
             ``check_fn`` are given, or, when ``fit`` starts, nothing was found or a pattern matches nothing.
         PolicyError: A ``ValueError``: ``policy`` names no operator, or one whose result cannot be kept.
-        MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer, or ranks differ in the
-            arguments or the chosen layers.
+        MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer, ranks differ in the
+            arguments or the chosen layers, or the compiler recomputes by a memory budget of its own.
 
     Example::
 

@@ -1,7 +1,5 @@
 """A fit beside other tools, plain and treated: what both came to, and how often layers really ran again."""
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +12,8 @@ from torch import Tensor, nn
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.recompute import is_replaying
-from tests.support import Block, Run, assert_equal, batches, trainer
+from tests.support import Block, Run, assert_equal, batches, heard, trainer
 from tests.treatments import TREATMENTS
-
-SAID = "lightning.pytorch.utilities.rank_zero"
 
 
 class Recorder(Run):
@@ -91,10 +87,12 @@ def fitted(
     torch.manual_seed(1)
     result = Fitted(module, trainer([*together, run], **settings), run)
     data = batches() if data is None and not own_data else data
-    with _counting(counted, result), _listening(result):
+    lines: list[str] = []
+    with _counting(counted, result), heard(lines):
         result.loop.fit(
             module, data, validation, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else False
         )
+    result.said = "\n".join(lines)
     return result
 
 
@@ -160,21 +158,3 @@ def _counting(cls: type[nn.Module] | None, result: Fitted) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "forward", counted)
         yield
-
-
-@contextmanager
-def _listening(result: Fitted) -> Iterator[None]:
-    lines: list[str] = []
-    logger = logging.getLogger(SAID)
-    listener, level = logging.Handler(), logger.level
-    setattr(listener, "emit", lambda record: lines.append(record.getMessage()))
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-        result.said = "\n".join([*lines, *(str(warning.message) for warning in warned)])

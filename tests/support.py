@@ -1,6 +1,9 @@
 """What many tests need: small blocks, a LightningModule around any model, runs, and their exact comparison."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +132,27 @@ def assert_equal(got: Run, plain: Run) -> None:
     for name, value in plain.state.items():
         assert torch.equal(got.state[name], value), f"{name} after training"
     assert got.random == plain.random, "random stream after training"
+
+
+@contextlib.contextmanager
+def heard(said: list[str]) -> Iterator[None]:
+    """Add what Lightning logs, then what is warned of, to `said`."""
+    listener = logging.Handler(logging.INFO)
+    setattr(listener, "emit", lambda record: said.append(record.getMessage()))
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(listener)
+        logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(listener)
+            logger.setLevel(level)
+        said += [str(warning.message) for warning in warned]
 
 
 class Calls:

@@ -8,32 +8,23 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from tests.compile.support import assert_exact, compile_each
 from tests.support import Training
 
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+
 
 def llama():
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=0.1,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
 
 
 def gpt_neox():
-    config = GPTNeoXConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-        use_cache=False,
-    )
-    return GPTNeoXForCausalLM(config)
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL, hidden_dropout=0.1))
 
 
 def layers_of(model):

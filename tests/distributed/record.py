@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import logging
 import os
 import pickle
 import random
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ckpt.strategies import local_ranks
 from tests.distributed.monitored import collectives
+from tests.support import heard
 
 RANKS = (0, 1)
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm")
@@ -116,7 +115,7 @@ class Recorder(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         seed(0)  # Python gives a forked process a new stream
-        self._open.enter_context(_heard(self.record.said))
+        self._open.enter_context(heard(self.record.said))
         self._open.enter_context(self._forwards_counted())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -209,34 +208,6 @@ def save(record: Record, path: Path, rank: int) -> None:
 @functools.cache
 def load(path: Path, rank: int) -> Record:
     return pickle.loads(Path(f"{path}.{rank}").read_bytes())
-
-
-class _Listener(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.INFO)
-        self.said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def _heard(said: list[str]) -> Iterator[None]:
-    listener = _Listener(said)
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(listener)
-        logger.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(listener)
-            logger.setLevel(level)
-        said += [str(warning.message) for warning in warned]
 
 
 def differences(got: Path, want: Path) -> list[str]:
