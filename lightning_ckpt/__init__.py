@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_ckpt.cli import CheckpointCLI, CheckpointCLIMixin, add_checkpoint_arguments
     from lightning_ckpt.monitor import StepMonitor
     from lightning_ckpt.offload import OffloadOptions
+    from lightning_ckpt.planning import Plan, make_plan
     from lightning_ckpt.recompute import is_replaying
     from lightning_ckpt.strategies import (
         OffloadDDPStrategy,
@@ -31,9 +32,11 @@ __all__ = [
     "OffloadModelParallelStrategy",
     "OffloadOptions",
     "OffloadStrategy",
+    "Plan",
     "StepMonitor",
     "add_checkpoint_arguments",
     "is_replaying",
+    "make_plan",
 ]
 
 _homes = {
@@ -47,9 +50,11 @@ _homes = {
     "OffloadModelParallelStrategy": "strategies",
     "OffloadOptions": "offload",
     "OffloadStrategy": "strategies",
+    "Plan": "planning",
     "StepMonitor": "monitor",
     "add_checkpoint_arguments": "cli",
     "is_replaying": "recompute",
+    "make_plan": "planning",
 }
 
 

@@ -39,9 +39,9 @@ def agree(trainer: pl.Trainer, who: str, find_settings: Callable[[], Settings]) 
     try:
         settings = find_settings()
     except Exception as error:
-        _gather(trainer, who, {_FAILED: f"{type(error).__name__}: {error}"})
+        gather(trainer, who, {_FAILED: f"{type(error).__name__}: {error}"})
         raise
-    everybody = _gather(trainer, who, settings)
+    everybody = gather(trainer, who, settings)
     for rank, theirs in enumerate(everybody):
         if _FAILED in theirs:
             raise MisconfigurationException(f"{who} cannot start, since rank {rank} {_FAILED} {theirs[_FAILED]}")
@@ -63,8 +63,8 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def _gather(trainer: pl.Trainer, who: str, settings: Settings) -> list[Settings]:
-    """The settings of all ranks.
+def gather(trainer: pl.Trainer, who: str, settings: Settings) -> list[Settings]:
+    """The settings of all ranks, in their order: every rank has to call this in the same order.
 
     By the store in which ranks have found each other: a rank that asks for nothing would leave the others waiting in a
     collective call, or answer it with one of its own.

@@ -9,14 +9,17 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch._ops import OpOverload
 from typing_extensions import override
 
 from lightning_ckpt.agreement import Settings, agree, as_text
+from lightning_ckpt.budgeted import BudgetKeeper
 from lightning_ckpt.compiler import refuse_memory_budget
 from lightning_ckpt.findings import names_of, report_first_batch
 from lightning_ckpt.monitor import StepMonitor, Summary
 from lightning_ckpt.monitor.trainer import callbacks_of, offload_engine_of
 from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, why_not
+from lightning_ckpt.planning import Budget, Plan, check_layers, load_plan, parse_budget
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
 from lightning_ckpt.recompute.policy import resolve_policy
@@ -28,7 +31,7 @@ from lightning_ckpt.silent_log import SilentLog
 from lightning_ckpt.strategies import has_stepped, local_ranks, note_step
 
 # What has to be the same on all ranks.
-_COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offload", "policy")
+_COMPARED = ("every_n_layers", "layers", "check_fn", "enabled", "verify", "offload", "policy", "memory_budget", "plan")
 
 
 class ActivationCheckpointing(pl.Callback):
@@ -77,11 +80,19 @@ class ActivationCheckpointing(pl.Callback):
         policy: Operators whose results a layer keeps, so that only the rest is recomputed: ``matmul`` for matrix
             products and attention, which take most of the time and a part of the memory; or a list of operators, such
             as ``[matmul, aten.convolution]``. In compiled code, PyTorch's selective checkpointing keeps them. Default:
-            none, everything is recomputed.
+            none, everything is recomputed; with ``memory_budget``, ``matmul`` where that is the best choice.
+        memory_budget: Have each layer treated so that a step is as fast as this much memory allows: ``20GiB``, or a
+            number of bytes; ``80%`` of the device's memory; a fraction between all layers recomputed (0.0) and all kept
+            (1.0); or ``auto``, what is free on the device but for a tenth of it. With ``offload``, activations
+            may wait in host memory, too.
+        plan: A plan that was made before, or the file of one: layers are treated as it says.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
             ``check_fn`` are given, or, when ``fit`` starts, nothing was found or a pattern matches nothing.
+        BudgetError: A ``ValueError``: ``memory_budget`` has no meaning, or, at the first batch, is below what a step
+            needs at least; the message says what that is.
+        PlanFileError: A ``ValueError``: ``plan`` cannot be read, or is for other layers.
         PolicyError: A ``ValueError``: ``policy`` names no operator, or one whose result cannot be kept.
         MisconfigurationException: When ``fit`` starts: two callbacks chose the same layer, ranks differ in the
             arguments or the chosen layers, or the compiler recomputes by a memory budget of its own.
@@ -103,6 +114,8 @@ class ActivationCheckpointing(pl.Callback):
         verify: Literal["sample", "always", "off"] = "sample",
         offload: bool | OffloadOptions = False,
         policy: list[Any] | str | None = None,
+        memory_budget: int | float | str | None = None,
+        plan: str | Plan | None = None,
     ) -> None:
         check_every_n_layers(every_n_layers)
         if layers is not None and check_fn is not None:
@@ -122,6 +135,11 @@ class ActivationCheckpointing(pl.Callback):
         self.offload = offload
         self.policy = policy
         self._operators = frozenset() if policy is None else resolve_policy(policy)
+        self.memory_budget = memory_budget
+        self.plan = plan
+        self._budget = self._read_budget()
+        #: What treats the layers as a plan says, while ``fit`` runs with a memory budget or a plan.
+        self.budget_keeper: BudgetKeeper | None = None
         #: The layers that are recomputed, once ``fit`` has started.
         self.selection: Selection | None = None
         #: What moves the inputs of recomputed layers, while ``fit`` runs and this callback has one of its own.
@@ -133,13 +151,35 @@ class ActivationCheckpointing(pl.Callback):
         self._reported = False
         self._given_up: set[str] = set()
 
+    def _read_budget(self) -> Budget | Plan | None:
+        if self.memory_budget is None and self.plan is None:
+            return None
+        given = "memory_budget" if self.plan is None else "plan"
+        if self.memory_budget is not None and self.plan is not None:
+            raise SelectionError("Give either `memory_budget` or `plan`, which was made for a budget, not both.")
+        if self.every_n_layers != 1:
+            raise SelectionError(
+                f"`every_n_layers={self.every_n_layers}` has no effect with `{given}`, which says what is done with "
+                "every layer. Leave it out."
+            )
+        if self.memory_budget is not None:
+            return parse_budget(self.memory_budget)
+        assert self.plan is not None
+        return self.plan if isinstance(self.plan, Plan) else load_plan(self.plan)
+
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("every_n_layers", "layers", "check_fn", "enabled")}
+        if self._budget is not None:
+            del shown["every_n_layers"]
         given = {name: value for name, value in shown.items() if value is not None and value is not True}
         if self.offload is not False:
             given["offload"] = self.offload
         if self.policy is not None:
             given["policy"] = self.policy
+        if self.memory_budget is not None:
+            given["memory_budget"] = self.memory_budget
+        if self.plan is not None:
+            given["plan"] = self.plan if isinstance(self.plan, str) else "..."
         return f"ActivationCheckpointing({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @override
@@ -177,7 +217,7 @@ class ActivationCheckpointing(pl.Callback):
             f"`{type(trainer.strategy).__name__}(activation_checkpointing_policy=...)`",
             "Take the policy out",
         )
-        if self.selection is not None:
+        if self.selection is not None and self._budget is None:
             self._print(self.selection)
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Settings:
@@ -197,7 +237,8 @@ class ActivationCheckpointing(pl.Callback):
         for name, layer in chosen.layers.items():
             if name not in wrapped:
                 detach(layer)  # a deep copy of a model in training brings its attachment along
-                self._recomputed.append(attach(layer, name, self.verify, silencers, self._operators))
+                operators = self._operators if self._budget is None else frozenset[OpOverload]()
+                self._recomputed.append(attach(layer, name, self.verify, silencers, operators))
         self.selection = chosen
         self._leave(wrapped, "PyTorch's `checkpoint_wrapper`", "Do not wrap them")
         return {**settings, "the chosen layers": list(chosen.layers)}
@@ -254,32 +295,72 @@ class ActivationCheckpointing(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.offload is not False and self._recomputed:
+        if self._budget is not None and self._recomputed:
+            self._start_keeper(trainer, pl_module, self._budget)
+        elif self.offload is not False and self._recomputed:
             self._start_offload(trainer, pl_module)
+
+    def _start_keeper(self, trainer: pl.Trainer, pl_module: pl.LightningModule, budget: Budget | Plan) -> None:
+        """Have a budget or a plan kept from the first batch on."""
+        if offload_engine_of(trainer) is not None:
+            raise MisconfigurationException(
+                f"{self!r}: a plan says what is moved to host memory, but `{type(trainer.strategy).__name__}` moves "
+                "everything. Use the plain strategy, with `ActivationCheckpointing(offload=True)`."
+            )
+        options: OffloadOptions | None = None
+        moves = isinstance(budget, Plan) and any(layer.treatment.moves for layer in budget.layers)
+        if self.offload is not False or moves:
+            reason = why_not(trainer.strategy.root_device)
+            if reason is None:
+                options = self.offload if isinstance(self.offload, OffloadOptions) else OffloadOptions()
+            else:
+                rank_zero_info(f"{self!r}: nothing is moved: {reason}.")
+        if isinstance(budget, Plan):
+            check_layers(budget, [each.name for each in self._recomputed])
+        operators = resolve_policy("matmul") if self.policy is None else self._operators
+        self.budget_keeper = BudgetKeeper(
+            repr(self),
+            trainer,
+            pl_module,
+            self._recomputed,
+            budget,
+            operators,
+            options,
+            lambda options: self._start_engine(trainer, pl_module, options).pack,
+        )
+
+    def _start_engine(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, options: OffloadOptions
+    ) -> OffloadEngine:
+        """An engine of this callback's own, told about the layers."""
+        engine = OffloadEngine(
+            trainer.strategy.root_device, options, local_ranks=local_ranks(trainer), say=rank_zero_warn
+        )
+        engine.learn(pl_module)
+        self.offload_engine = engine
+        self._boundaries = Boundaries(pl_module, {each.name: each.layer for each in self._recomputed}, engine)
+        return engine
 
     def _start_offload(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have the inputs of recomputed layers travel, by the strategy's engine if it has one."""
-        layers = {recompute.name: recompute.layer for recompute in self._recomputed}
         engine = offload_engine_of(trainer)
         if engine is None:
-            device = trainer.strategy.root_device
-            reason = why_not(device)
+            reason = why_not(trainer.strategy.root_device)
             if reason is not None:
                 rank_zero_info(f"{self!r}: nothing is moved: {reason}. Layers are recomputed all the same.")
                 return
-            options = OffloadOptions() if self.offload is True else self.offload
-            assert isinstance(options, OffloadOptions)
-            engine = OffloadEngine(device, options, local_ranks=local_ranks(trainer), say=rank_zero_warn)
-            engine.learn(pl_module)
-            self.offload_engine = engine
-        elif isinstance(self.offload, OffloadOptions):
-            rank_zero_warn(
-                f"{self!r}: the inputs of recomputed layers travel with everything else that the strategy moves, so "
-                f"`offload={self.offload!r}` has no effect beyond `offload=True`. Give the options to the strategy."
-            )
-        followed = {id(layer) for layer in getattr(trainer.strategy, "offloaded_layers", {}).values()}
-        new = {name: layer for name, layer in layers.items() if id(layer) not in followed}
-        self._boundaries = Boundaries(pl_module, new, engine)
+            options = self.offload if isinstance(self.offload, OffloadOptions) else OffloadOptions()
+            engine = self._start_engine(trainer, pl_module, options)
+        else:
+            if isinstance(self.offload, OffloadOptions):
+                rank_zero_warn(
+                    f"{self!r}: the inputs of recomputed layers travel with everything else that the strategy moves, "
+                    f"so `offload={self.offload!r}` has no effect beyond `offload=True`. Give the options to the "
+                    "strategy."
+                )
+            followed = {id(layer) for layer in getattr(trainer.strategy, "offloaded_layers", {}).values()}
+            new = {each.name: each.layer for each in self._recomputed if id(each.layer) not in followed}
+            self._boundaries = Boundaries(pl_module, new, engine)
         for recompute in self._recomputed:
             recompute.keep = engine.pack
         rank_zero_info(f"{self!r}: the inputs of recomputed layers travel to host memory.")
@@ -288,20 +369,32 @@ class ActivationCheckpointing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self.budget_keeper is not None:
+            self.budget_keeper.batch_begins(batch)
         if self.offload_engine is not None:
             self.offload_engine.begin()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.budget_keeper is not None:
+            self.budget_keeper.optimizer_begins()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = not trainer.fit_loop._should_accumulate() and has_stepped(trainer)
-        if self.offload_engine is not None and stepped:
+        stepped = not trainer.fit_loop._should_accumulate()
+        if self.budget_keeper is not None:
+            self.budget_keeper.batch_ends(stepped)
+        if self.offload_engine is not None and stepped and has_stepped(trainer):
             note_step(repr(self), self.offload_engine)
         if self._recomputed and not self._reported:
             self._reported = True
             moves_inputs = self.offload_engine is not None
-            report_first_batch(repr(self), self._recomputed, self.policy, moves_inputs, trainer.precision)
+            policy = self.policy if self._budget is None else None
+            report_first_batch(repr(self), self._recomputed, policy, moves_inputs, trainer.precision)
         if any(recompute.given_up for recompute in self._recomputed):
             self._report_given_up()
 
@@ -325,6 +418,9 @@ class ActivationCheckpointing(pl.Callback):
         """How layers are treated while ``fit`` runs, a line for each class of layers."""
         if not self._recomputed or self.selection is None:
             return []
+        if self._budget is not None:
+            plan = None if self.budget_keeper is None else self.budget_keeper.plan
+            return [] if plan is None else plan.lines()
         how = "recomputed" if self.policy is None else f"recomputed but for {as_text(self.policy)}"
         if self._boundaries is not None:
             how += ", inputs in host memory" if self.policy is None else ", what it keeps in host memory"
@@ -334,6 +430,11 @@ class ActivationCheckpointing(pl.Callback):
         """The setting that would make the same model need less memory, or None where there is none left."""
         if not self.enabled:
             return "`enabled=True` (`--ckpt.enabled true`): no layer is recomputed."
+        if self._budget is not None:
+            cure = "a smaller `memory_budget`"
+            if self.offload is False and why_not(device) is None:
+                cure += ", or `offload=True`, which lets activations wait in host memory"
+            return f"{cure}."
         if self.every_n_layers > 1:
             return f"`every_n_layers=1` instead of `every_n_layers={self.every_n_layers}`, which recomputes all layers."
         if self.policy is not None:
@@ -361,6 +462,9 @@ class ActivationCheckpointing(pl.Callback):
         if self._arm is not None:
             forget(trainer.strategy, self._arm)
             self._arm = None
+        if self.budget_keeper is not None:
+            self.budget_keeper.close()
+            self.budget_keeper = None
         if self._boundaries is not None:
             self._boundaries.remove()
             self._boundaries = None

@@ -5,7 +5,9 @@ import re
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+import torch
+from jsonargparse import class_from_function
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _get_module_type
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -13,10 +15,25 @@ from typing_extensions import override
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
+from lightning_ckpt.plan_command import PlanCommand, PlanRun
+from lightning_ckpt.planning import BudgetError, PlanFileError
 from lightning_ckpt.recompute.policy import PolicyError
 from lightning_ckpt.selection import SelectionError
 
 _KEY = "ckpt"
+_PLAN = "plan"
+_PLAIN_TRAINER: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "logger": False,
+    "callbacks": None,
+    "profiler": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def add_checkpoint_arguments(parser: LightningArgumentParser) -> None:
@@ -48,11 +65,13 @@ class CheckpointCLIMixin:
                 parser.add_argument("--notes", type=str)
     """
 
+    trainer_class: Any  # of LightningCLI
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
         except ValueError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
-            is_ours = isinstance(error, (SelectionError, OffloadError, PolicyError))
+            is_ours = isinstance(error, (SelectionError, OffloadError, PolicyError, BudgetError, PlanFileError))
             sentence = str(error) if is_ours else _own_sentence(error)
             if sentence is None:
                 raise
@@ -63,13 +82,55 @@ class CheckpointCLIMixin:
         super().add_core_arguments_to_parser(parser)  # type: ignore[misc]
         add_checkpoint_arguments(parser)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of LightningCLI, and `plan`."""
+        return {**LightningCLI.subcommands(), _PLAN: {"model", "datamodule"}}
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        # A subcommand has to be a method of the Trainer's class, of which no object needs it here.
+        given = self.trainer_class
+        plain = given if isinstance(given, type) else class_from_function(given)
+        self.trainer_class = type(plain.__name__, (plain, PlanCommand), {"__doc__": plain.__doc__})
+        try:
+            super()._add_subcommands(parser, **kwargs)  # type: ignore[misc]
+        finally:
+            self.trainer_class = given
+
+    def instantiate_classes(self) -> None:
+        """Instantiate everything; to plan, the model without memory for its weights."""
+        if self._plans:
+            kind = _get_module_type(self._model_class)  # type: ignore[attr-defined]
+            self.parser.add_instantiator(_without_memory, kind, prepend=True)  # type: ignore[attr-defined]
+        super().instantiate_classes()  # type: ignore[misc]
+
+    @property
+    def _plans(self) -> bool:
+        return bool(self.subcommand == _PLAN)  # type: ignore[attr-defined]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand != _PLAN:
+            super()._run_subcommand(subcommand)  # type: ignore[misc]
+            return
+        config = self.config_init[_PLAN]  # type: ignore[attr-defined]
+        arguments = {name: config[name] for name in self._subcommand_method_arguments[_PLAN]}  # type: ignore[attr-defined]
+        PlanRun(self.trainer, self.model, self.datamodule, config[_KEY], arguments).run()  # type: ignore[attr-defined]
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Instantiate the Trainer, and watch that a model's `configure_callbacks` does not replace the flags."""
+        if self._plans:  # it may be meant for a machine that is not this one
+            kwargs |= _PLAIN_TRAINER
         trainer: pl.Trainer = super().instantiate_trainer(**kwargs)  # type: ignore[misc]
         callback = self._get(self.config_init, _KEY)  # type: ignore[attr-defined]
         if is_overridden("configure_callbacks", self.model, pl.LightningModule):  # type: ignore[attr-defined]
             callbacks_of(trainer).insert(0, _ReplacedFlags(callback))
         return trainer
+
+
+def _without_memory(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("applied_instantiation_links", None)
+    with torch.device("meta"):
+        return class_type(*args, **kwargs)
 
 
 def _own_sentence(error: ValueError) -> str | None:

@@ -418,6 +418,8 @@ def test_no_option_makes_training_inexact():
         "verify",
         "offload",
         "policy",
+        "memory_budget",
+        "plan",
         "return",
     }
 

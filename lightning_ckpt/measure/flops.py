@@ -45,6 +45,12 @@ class Flops:
     recompute: int
 
 
+def operator_flops(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Floating-point operations of one call of an operator, 0 where PyTorch has no formula."""
+    formula = _FORMULAS.get(getattr(operator, "_overloadpacket", None))
+    return 0 if formula is None else formula(*args, **kwargs, out_val=output)
+
+
 class _Count(TorchDispatchMode):
     """Adds up the operations of everything that runs inside."""
 
@@ -61,9 +67,7 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=output)
+        self.total += operator_flops(func, args, kwargs, output)
         return output
 
 

@@ -1,13 +1,12 @@
 """Exact live and peak bytes of tensors on a machine whose allocator does not tell: the CPU."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_ckpt.measure.storage import storages
 
@@ -63,18 +62,34 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.current)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and count what it returns.
+
+        Subclasses do more here: PyTorch puts a detour around every `__torch_dispatch__`.
+        """
+        output = func(*args, **kwargs)
         present: set[int] | None = None
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in tensors_among((output,)):
             for storage in storages(tensor):
                 if storage._cdata in self._alive:
                     continue
                 if present is None:
                     # What `torch.tensor` makes of numbers is first seen as the argument of this operator.
-                    given = () if func is torch.ops.aten.lift_fresh.default else tree_leaves((args, kwargs))
-                    present = {s._cdata for t in given if isinstance(t, Tensor) for s in storages(t)}
+                    given = () if func is torch.ops.aten.lift_fresh.default else (*args, *kwargs.values())
+                    present = {s._cdata for t in tensors_among(given) for s in storages(t)}
                 if storage._cdata not in present:  # else a view, or the same storage changed in place
                     self._born(storage)
         return output
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
+        elif isinstance(value, dict):
+            yield from tensors_among(value.values())

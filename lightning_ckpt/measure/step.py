@@ -31,6 +31,7 @@ class StepRecord:
         memory: memory of each micro-batch, None where it is not known.
         flops: floating-point operations of each micro-batch, None where they are not known.
         work: what each micro-batch held.
+        planned_bytes: what a memory plan says the peak will be; None without one.
         retries: how often the allocator had to free its cache to serve a request since the last record.
         process_bytes: memory of the process at the end, on the CPU; None where it cannot be told.
         end: mark of the clock at the end.
@@ -41,6 +42,7 @@ class StepRecord:
     memory: list[BatchMemory | None] = field(default_factory=list)
     flops: list[Flops | None] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    planned_bytes: int | None = None
     retries: int = 0
     process_bytes: int | None = None
     end: Any = None

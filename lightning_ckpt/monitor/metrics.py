@@ -10,7 +10,7 @@ from lightning_ckpt.offload.statistics import StepStatistics
 MIB = 2**20
 PHASES = ("forward", "backward", "optimizer")  # numbered from 1 in `memory/peak_phase`; 0 is everything else
 
-_MEMORY = ("peak", "reserved", "process", "after_forward", "saved", "avoided", "offloaded")
+_MEMORY = ("peak", "planned", "reserved", "process", "after_forward", "saved", "avoided", "offloaded")
 _TIMES = ("step", "data", "forward", "backward", "recompute", "optimizer", "copy_wait")
 PEAK = "memory/peak_MiB"
 PEAK_PHASE = "memory/peak_phase"
@@ -82,6 +82,8 @@ def _memory(record: StepRecord) -> dict[str, float]:
         if reserved:
             metrics["memory/reserved_MiB"] = max(reserved) / MIB
             metrics[RETRIES] = float(record.retries)
+    if record.planned_bytes is not None:
+        metrics["memory/planned_MiB"] = record.planned_bytes / MIB
     if record.process_bytes is not None:
         metrics["memory/process_MiB"] = record.process_bytes / MIB
     return metrics

@@ -26,8 +26,9 @@ from lightning_ckpt.monitor.trainer import (
     model_tensors,
     offload_engine_of,
     optimizer_tensors,
+    planned_bytes_of,
     step_of,
-    treating,
+    treatments_of,
 )
 from lightning_ckpt.offload import OffloadEngine
 from lightning_ckpt.recompute.watch import unwatch, watch
@@ -52,6 +53,7 @@ class StepMonitor(pl.Callback):
       counted exactly as PyTorch's operators return them, without workspaces inside an operator. Counting costs time, so
       the first batches and the first of each kind (shapes, saved bytes) are counted and later ones of that kind take
       the figure; where kinds are too many, it is missing.
+    - ``memory/planned_MiB``: what the peak was planned to be. Only with ``ActivationCheckpointing(memory_budget=...)``.
     - ``memory/peak_phase``: where in the step that was: 1 forward, 2 backward, 3 optimizer, 0 elsewhere.
     - ``memory/after_forward_MiB``: memory in use when backward begins, told like the peak.
     - ``memory/saved_MiB``: activations kept for backward when it begins: each storage once, parameters and buffers
@@ -126,6 +128,7 @@ class StepMonitor(pl.Callback):
         self._patches = Patches()
         self._history = History()
         self._treatments: list[str] | None = None
+        self._planned_bytes: int | None = None
         self._engine: OffloadEngine | None = None
         self._meter: StepMeter | None = None
         self._publisher: Publisher | None = None
@@ -170,7 +173,7 @@ class StepMonitor(pl.Callback):
             self._patches.wrap(trainer.strategy, name, self._in_phase(trainer, phase))
         # All ranks or none: each row takes a collective.
         if trainer.strategy.reduce_boolean_decision(self._logs(trainer), all=False):
-            self._history, self._treatments = History(), None
+            self._history, self._treatments, self._planned_bytes = History(), None, None
             self._meter = StepMeter(trainer.strategy.root_device, self.flops)
             self._publisher = Publisher(trainer, self._meter.clock, self.per_rank, self._history)
             profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
@@ -253,7 +256,7 @@ class StepMonitor(pl.Callback):
         if self._publisher is not None:
             self._publisher.flush()
         if self._treatments is None:  # everything has been set up
-            self._treatments = [line for owner in treating(trainer) for line in owner.treatments()]
+            self._treatments = treatments_of(trainer)
             self._engine = offload_engine_of(trainer)
         self._begin_step(trainer)
         if self._meter is not None and self._meter.is_measuring:
@@ -276,6 +279,10 @@ class StepMonitor(pl.Callback):
         if not trainer.fit_loop._should_accumulate():
             record = self._meter.step_ends()
             if record is not None:
+                record.planned_bytes = planned_bytes_of(trainer)
+                if record.planned_bytes != self._planned_bytes:
+                    self._planned_bytes = record.planned_bytes
+                    self._treatments = treatments_of(trainer)
                 offload = None if self._engine is None else self._engine.take_statistics()
                 self._publisher.add(step_of(trainer), record, offload)
         if self.progress_bar:

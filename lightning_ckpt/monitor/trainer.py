@@ -39,6 +39,18 @@ def treating(trainer: pl.Trainer) -> list[Any]:
     return [owner for owner in (*callbacks_of(trainer), trainer.strategy) if hasattr(owner, "spare_more")]
 
 
+def treatments_of(trainer: pl.Trainer) -> list[str]:
+    """How layers are treated, a line each."""
+    return [line for owner in treating(trainer) for line in owner.treatments()]
+
+
+def planned_bytes_of(trainer: pl.Trainer) -> int | None:
+    """The peak that a memory plan has foreseen for the layers, or None without a plan."""
+    keepers = (getattr(callback, "budget_keeper", None) for callback in callbacks_of(trainer))
+    plans = (keeper.plan for keeper in keepers if keeper is not None)
+    return next((plan.peak_bytes for plan in plans if plan is not None), None)
+
+
 def replicas_of(trainer: pl.Trainer) -> int:
     """In how many parts the data is divided: less than the number of ranks where some of them share a batch."""
     settings: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_ckpt.recompute.arguments import Keep
+from lightning_ckpt.recompute.arguments import Handle, Keep
 from lightning_ckpt.recompute.fingerprint import Verify
 from lightning_ckpt.recompute.foreign import is_switched_on, runs_inside_checkpoint
 from lightning_ckpt.recompute.frame import Frame, ReplayError, is_out_of_memory, is_replaying
@@ -36,13 +37,16 @@ class Recompute:
         verify: which calls are verified by fingerprints.
         silencers: make contexts that are entered around every replay.
         policy: operators whose results are kept for the replay; empty for none.
+        recomputes: whether the layer is recomputed; if not, what it saves is kept.
         kept_operators: those of which a result was kept in the first calls.
-        keep: looks after the activations among the layer's inputs until the replay; None leaves them where they are.
+        keep: looks after what is kept until backward, on the host, say: the activations among the inputs of a layer
+            that is recomputed, else everything it saves. None leaves it where it is.
         called: whether the layer has run with gradients on.
         compiled: whether it has done so in compiled code.
         findings: what its first calls showed that a user should know (see `inspection`).
         given_up: names of what the layer can reach that cannot be photographed: what is too large, and iterators.
         taken_over: modules whose checkpointing by Hugging Face is off while this is attached.
+        previous: a forward that somebody else put on the instance before; it runs inside and comes back afterwards.
         lock: held while the layer runs, for layers that are called from several threads.
     """
 
@@ -59,7 +63,7 @@ class Recompute:
         self.verify: Verify = verify
         self.silencers = list(silencers)
         self.policy = policy
-        self._contexts = _contexts_of(policy)
+        self.recomputes = True
         self.kept_operators: set[OpOverload] = set()
         self.keep: Keep | None = None
         self.called = False
@@ -68,8 +72,7 @@ class Recompute:
         self.given_up: dict[str, None] = {}
         self.lock = threading.RLock()
         self._inventory: Inventory | None = None
-        # A forward that somebody else put on the instance before; it runs inside and comes back afterwards.
-        self._previous = layer.__dict__.get("forward")
+        self.previous = layer.__dict__.get("forward")
         self.taken_over = [module for module in layer.modules() if is_switched_on(module)]
         for module in self.taken_over:
             setattr(module, "gradient_checkpointing", False)
@@ -84,12 +87,12 @@ class Recompute:
             "keep": None,
             "kept_operators": set(),
         }
-        return {**self.__dict__, **gone, "policy": names, "_contexts": None}
+        return {**self.__dict__, **gone, "policy": names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state["policy"]
         policy = resolve_policy(names) if names else frozenset()
-        self.__dict__.update(state, lock=threading.RLock(), policy=policy, _contexts=_contexts_of(policy))
+        self.__dict__.update(state, lock=threading.RLock(), policy=policy)
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -114,6 +117,8 @@ class Recompute:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.jit.is_tracing() or torch.compiler.is_exporting():
             return self.run(*args, **kwargs)
+        if not self.recomputes:
+            return self._kept(args, kwargs)
         if torch.compiler.is_compiling():
             self.called = self.compiled = True
             if getattr(type(self.layer).forward, "_torchdynamo_disable", False):
@@ -122,12 +127,22 @@ class Recompute:
             # state), it would run that checkpoint eagerly, without a word and without our care.
             with torch._dynamo.error_on_graph_break(True):
                 if self.policy:
-                    return checkpoint(self.run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+                    contexts = _contexts_of(self.policy)
+                    return checkpoint(self.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
                 return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
         if not is_replaying() and runs_inside_checkpoint():
             self.findings.add(IS_CHECKPOINTED)
             return self.run(*args, **kwargs)
         return self._recomputed(args, kwargs)
+
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.called = True
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        elif self.keep is not None and not is_replaying():
+            with saved_tensors_hooks(self.keep, _unpack):
+                return self.run(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inventory is None and _is_lazy(self.layer):
@@ -171,15 +186,15 @@ class Recompute:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward."""
-        if self._previous is not None:
-            return self._previous(*args, **kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def detach(self) -> None:
         """Leave the layer as it was before."""
         del self.layer.__dict__["forward"]
-        if self._previous is not None:
-            self.layer.forward = self._previous
+        if self.previous is not None:
+            self.layer.forward = self.previous
         for module in self.taken_over:
             setattr(module, "gradient_checkpointing", True)
 
@@ -188,6 +203,10 @@ class Recompute:
 def _contexts_of(policy: frozenset[OpOverload]) -> Callable[[], Any]:
     """One object for all layers of a policy: the compiler takes each for another one, and compiles again."""
     return functools.partial(create_selective_checkpoint_contexts, list(policy))
+
+
+def _unpack(handle: Handle) -> Tensor:
+    return handle.tensor()
 
 
 def _is_lazy(layer: nn.Module) -> bool:

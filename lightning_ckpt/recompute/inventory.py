@@ -48,6 +48,16 @@ class Learned:
     def learning(self) -> bool:
         return self.calls < LEARNING_CALLS
 
+    def nothing_more(self) -> None:
+        """Take everything for known: in a rehearsal, nothing is copied only to be compared."""
+        self.calls = LEARNING_CALLS
+        self.seen = _Everything()
+
+
+class _Everything(set[Any]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
 
 class Inventory:
     """The holders, tensors, generators and parameters of a layer.
@@ -93,7 +103,7 @@ class Inventory:
     def _build(self) -> None:
         roots: dict[str, Any] = {f".{name}" if name else "": part for name, part in self._layer.named_modules()}
         forward = self._layer.__dict__.get("forward")
-        previous = getattr(forward, "_previous", None)  # what somebody else had put on the instance
+        previous = getattr(forward, "previous", None)  # what somebody else had put on the instance
         if previous is not None:
             roots["forward"] = previous
         if any(GLOBAL_HOOKS):

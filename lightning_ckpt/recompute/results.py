@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -312,7 +313,7 @@ def _given_back(leaf: Any) -> Any:
 def _probe(tensor: Tensor) -> Tensor:
     """Has the versions of `tensor`, but not its memory."""
     probe = tensor.detach()
-    if type(probe) is Tensor:
+    if type(probe) is Tensor or is_fake(probe):
         probe.data = probe.new_empty(0)
     return probe
 

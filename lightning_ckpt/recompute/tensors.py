@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,6 +39,8 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     elif a.layout is torch.jagged:
         pairs = [(a.values(), b.values())]
     else:
+        if is_fake(a) or is_fake(b):  # no bits at all: a rehearsal on shapes alone
+            return True
         bits, other_bits = as_integers(a), as_integers(b)
         return bits is not None and other_bits is not None and torch.equal(bits, other_bits)
     return all(bitwise_equal(one, other) for one, other in pairs)

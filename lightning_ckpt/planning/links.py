@@ -1,0 +1,55 @@
+"""The link to host memory: how fast it is, and how much may be on its way."""
+
+import torch
+
+from lightning_ckpt.offload import OffloadOptions
+from lightning_ckpt.offload.budget import default_host_budget
+from lightning_ckpt.planning.chain import Link
+from lightning_ckpt.planning.profile import Profile
+
+#: Bytes per second, taken where the link is not there to be measured: PCIe 4.0 with 16 lanes, less its overhead.
+BYTES_PER_S = 2.2e10
+
+_PROBE_BYTES = 64 * 2**20
+_PROBES = 3
+_PARTS = 64  # of what a step saves: the engine moves layers in parts of about this size
+
+
+def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTES_PER_S, local_ranks: int = 1) -> Link:
+    """The link as a constraint on plans.
+
+    Args:
+        profile: what would travel.
+        options: those of the user.
+        bytes_per_s: how fast the link is, each way.
+        local_ranks: processes on this machine that share its memory.
+    """
+    moved = [max((cost.moved for cost in layer.costs.values()), default=0) for layer in profile.layers]
+    window = 2 * max(sum(moved) // _PARTS, max(moved, default=0) // 2)
+    given = [value for value in (options.max_inflight_bytes, options.prefetch_bytes) if value is not None]
+    budget = options.host_budget
+    host_bytes = default_host_budget(local_ranks) if budget is None else int(budget) // local_ranks
+    return Link(bytes_per_s, max(map(int, given), default=window), host_bytes)
+
+
+def measure_link(device: torch.device) -> float:
+    """Bytes per second between a device and pinned host memory, both ways at once; the slower way counts."""
+    host = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    here = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.Stream(device), torch.Stream(device)]
+    pairs = [(host[0], here[0]), (here[1], host[1])]
+    best = 0.0
+    for _ in range(_PROBES):
+        marks = []
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            with stream:
+                start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+                start.record(stream)
+                target.copy_(source, non_blocking=True)
+                end.record(stream)
+            marks.append((start, end))
+        torch.accelerator.synchronize(device)
+        seconds = max(start.elapsed_time(end) for start, end in marks) / 1e3
+        if seconds > 0:
+            best = max(best, _PROBE_BYTES / seconds)
+    return best or BYTES_PER_S

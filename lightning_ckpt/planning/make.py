@@ -1,0 +1,179 @@
+"""Plan a model's training step without training it."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.optim import Optimizer
+
+from lightning_ckpt.offload import OffloadOptions
+from lightning_ckpt.planning.budget import BudgetError, parse_budget
+from lightning_ckpt.planning.links import BYTES_PER_S, link_of
+from lightning_ckpt.planning.plan import Plan
+from lightning_ckpt.planning.planner import Planner
+from lightning_ckpt.planning.preflight import Preflight, Step
+from lightning_ckpt.planning.profile import Profile, make_profile
+from lightning_ckpt.planning.treatment import Assignment, Treatment
+from lightning_ckpt.recompute.policy import resolve_policy
+from lightning_ckpt.selection import select_layers
+from lightning_ckpt.selection.match import LayerPattern
+
+
+def make_plan(
+    module: nn.Module,
+    batch: Any,
+    budget: int | float | str = "auto",
+    *,
+    layers: list[LayerPattern] | LayerPattern | None = None,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    policy: Any = "matmul",
+    offload: bool | OffloadOptions = False,
+    step: Step | None = None,
+    optimizers: Sequence[Optimizer] | Callable[[nn.Module], Iterable[Optimizer]] | None = None,
+    device: torch.device | str | None = None,
+    device_bytes: int | None = None,
+) -> Plan:
+    """Work out what to keep, recompute and offload, so that a training step is as fast as a memory budget allows.
+
+    The step is rehearsed on fake tensors, which have shapes but no numbers: bytes are exact, no memory is taken, no
+    weight, gradient or random stream is touched, and the weights may be on the `meta` device. Times are calculated from
+    numbers of operations and bytes.
+
+    Args:
+        module: the model. With a `training_step`, that gives the loss, and `configure_optimizers` the optimizers.
+        batch: a batch as the step gets it; its shapes matter, its numbers do not.
+        budget: the most memory that the step may take: `"20GiB"` or bytes, `"80%"` of the device, a fraction between
+            all layers recomputed (0.0) and all kept (1.0), or `"auto"`, what the device has but for a tenth.
+        layers: what a layer is, as for `ActivationCheckpointing`. Default: found.
+        check_fn: a predicate on modules instead of `layers`.
+        policy: operators whose results a layer may keep while the rest is recomputed; None for none. Default:
+            `"matmul"`, matrix products and attention.
+        offload: whether activations may wait in host memory; or options of the copies. Default: no.
+        step: gives the loss of a module and a batch. Default: `module.training_step(batch, 0)`, or
+            `module(**batch).loss`.
+        optimizers: those of the module, or a function that makes them of it. Default: what `configure_optimizers`
+            returns, else none.
+        device: where the step is meant to run. Default: where the weights are, the CPU for `meta`.
+        device_bytes: the memory of that device, for budgets that are shares of it. Default: asked of the device.
+
+    Returns:
+        The plan.
+
+    Raises:
+        BudgetError: a `ValueError`: the budget has no meaning, or is below what the step needs at least.
+        SelectionError: a `ValueError`: no layers were found, or `layers` matches none.
+        PolicyError: a `ValueError`: `policy` names no operator.
+        PreflightError: the step cannot be rehearsed, since it reads numbers, for example by `.item()`.
+
+    Example::
+
+        plan = make_plan(model, {"input_ids": ids, "labels": ids}, budget="20GiB")
+        print(plan)
+    """
+    wanted = parse_budget(budget)
+    operators = frozenset() if policy is None else resolve_policy(policy)
+    options = OffloadOptions() if offload is True else (offload or None)
+    preflight = Preflight(
+        module,
+        batch,
+        select_layers(module, layers, check_fn=check_fn).layers,
+        step or step_of(module),
+        optimizers=optimizers_of(module) if optimizers is None else optimizers,
+        operators=operators,
+        device=None if device is None else torch.device(device),
+        min_bytes=int((options or OffloadOptions()).min_bytes),
+    )
+    planner = planner_by_preflight(preflight, operators, options)
+    limit = wanted.bytes(planner.recomputed_bytes, planner.kept_bytes, preflight.device, device_bytes)
+    try:
+        return planner.plan(limit)
+    except BudgetError as error:
+        raise BudgetError(f"`budget={budget!r}`: {error}") from None
+
+
+def planner_by_preflight(
+    preflight: Preflight,
+    operators: frozenset[OpOverload],
+    options: OffloadOptions | None,
+    link_bytes_per_s: float = BYTES_PER_S,
+) -> Planner:
+    """A planner of a step that is rehearsed under every treatment.
+
+    Args:
+        preflight: rehearses it.
+        operators: whose results may stay; none for no such treatment.
+        options: those of offload; None where nothing may be moved.
+        link_bytes_per_s: how fast the link to host memory is, each way.
+    """
+    profile = profile_by_preflight(preflight, bool(operators), options is not None)
+    link = None if options is None else link_of(profile, options, link_bytes_per_s)
+    return Planner(profile, rehearsal(preflight), link, operators=operators)
+
+
+def profile_by_preflight(preflight: Preflight, with_policy: bool, with_offload: bool) -> Profile:
+    """Costs of all layers under all treatments, from one rehearsal for each."""
+    treatments = [Treatment.KEEP]
+    if with_policy:
+        treatments.append(Treatment.POLICY)
+    treatments.append(Treatment.RECOMPUTE)
+    if with_offload:
+        treatments += [Treatment.OFFLOAD, Treatment.RECOMPUTE_OFFLOAD]
+    traces = {each: preflight.run(dict.fromkeys(preflight.layers, each)) for each in treatments}
+    return make_profile(preflight.layers, traces)
+
+
+def rehearsal(preflight: Preflight) -> Callable[[Assignment], int]:
+    """What counts the peak of a step under an assignment."""
+    return lambda assignment: preflight.run(assignment).peak
+
+
+def step_of(module: nn.Module) -> Step:
+    """How a module gives its loss: by a `training_step`, or as Hugging Face's models do."""
+    training_step = getattr(module, "training_step", None)
+    if training_step is None:
+        return lambda module, batch: module(**batch).loss
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        run: Any = module.training_step
+        takes_index = len(inspect.signature(run).parameters) > 1
+        with _unlogged(module):
+            return run(batch, 0) if takes_index else run(batch)
+
+    return step
+
+
+@contextlib.contextmanager
+def _unlogged(module: nn.Module) -> Iterator[None]:
+    """What the step logs is dropped: it holds no numbers."""
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = _do_not_log
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            module.__dict__.pop(name, None)
+
+
+def _do_not_log(*args: Any, **kwargs: Any) -> None:
+    """`self.log` in a rehearsal."""
+
+
+def optimizers_of(module: nn.Module) -> Callable[[nn.Module], Iterable[Optimizer]]:
+    """How a module makes its optimizers: by `configure_optimizers`, else not at all."""
+    configure = getattr(module, "configure_optimizers", None)
+    return (lambda module: ()) if configure is None else lambda module: find_optimizers(configure())
+
+
+def find_optimizers(configured: Any) -> Iterator[Optimizer]:
+    """The optimizers in whatever `configure_optimizers` returns."""
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, Mapping):
+        yield from find_optimizers(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for item in configured:
+            yield from find_optimizers(item)

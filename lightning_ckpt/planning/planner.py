@@ -1,0 +1,215 @@
+"""From a profile to a plan that fits a budget."""
+
+from collections.abc import Callable, Sequence
+
+from torch._ops import OpOverload
+
+from lightning_ckpt.planning.budget import BudgetError
+from lightning_ckpt.planning.chain import Chain, Choice, Link, binding, cost, peak
+from lightning_ckpt.planning.frontier import Frontier, Point
+from lightning_ckpt.planning.plan import LayerPlan, Plan, size
+from lightning_ckpt.planning.profile import Profile
+from lightning_ckpt.planning.solve import lowest, solve
+from lightning_ckpt.planning.treatment import Assignment, Treatment
+
+_REHEARSALS = 4  # of plans, each corrected by what the one before has shown
+_EXACT = 0.002  # of the budget, which is not worth another rehearsal
+_POINTS = 24  # budgets on the frontier
+
+
+class Planner:
+    """Works out plans for any budget from what a step was seen to cost.
+
+    Args:
+        profile: what every layer costs under every treatment.
+        rehearse: counts the peak of a step under an assignment, in bytes; None where that cannot be done, and then the
+            peak is put together from parts.
+        link: what the link to the host can carry; None where nothing may be moved.
+        others: bytes on the device that the profile does not know of. Default: none.
+        operators: whose results stay under the policy treatment.
+        measured: whether the profile's times were measured. Default: no.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        rehearse: Callable[[Assignment], int] | None,
+        link: Link | None = None,
+        others: int = 0,
+        operators: frozenset[OpOverload] = frozenset(),
+        measured: bool = False,
+    ) -> None:
+        self.profile = profile
+        self._rehearse = rehearse
+        self._others = others
+        self._operators = operators
+        self._measured = measured
+        self._peaks: dict[tuple[Treatment, ...], int] = {}
+        if rehearse is not None:  # else peaks are put together from parts, for all plans in the same way
+            self._peaks = {tuple(self.uniform(each)): peak + others for each, peak in profile.peaks.items()}
+        layers = [
+            {
+                treatment: Choice(c.resident, c.transient, round(c.recompute_s * 1e9), c.moved)
+                for treatment, c in layer.costs.items()
+                if link is not None or not treatment.moves
+            }
+            for layer in profile.layers
+        ]
+        self._chain: Chain[Treatment] = Chain(
+            max(0, profile.base + others),
+            layers,
+            [round(layer.forward_s * 1e9) for layer in profile.layers],
+            profile.head,
+            max(0, profile.floor + others),
+            link,
+        )
+
+    # ---------------------------------------------------------------- what plans come to
+
+    def uniform(self, treatment: Treatment) -> list[Treatment]:
+        """Every layer treated alike."""
+        return [treatment] * len(self.profile.layers)
+
+    def peak_of(self, treatments: Sequence[Treatment]) -> int:
+        """The peak of a step, in bytes: rehearsed where that can be done."""
+        key = tuple(treatments)
+        if key not in self._peaks:
+            if self._rehearse is None:
+                self._peaks[key] = peak(self._chain, treatments)
+            else:
+                names = [layer.name for layer in self.profile.layers]
+                self._peaks[key] = self._rehearse(dict(zip(names, treatments, strict=True))) + self._others
+        return self._peaks[key]
+
+    @property
+    def kept_bytes(self) -> int:
+        """The peak if every layer is kept."""
+        return self.peak_of(self.uniform(Treatment.KEEP))
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """The peak if every layer is recomputed."""
+        return self.peak_of(self.uniform(Treatment.RECOMPUTE))
+
+    # ---------------------------------------------------------------- plans
+
+    def plan(self, limit: int) -> Plan:
+        """The fastest plan whose peak is within `limit` bytes.
+
+        Raises:
+            BudgetError: there is none; the message says what is needed at least, and why.
+        """
+        plain = self.uniform(Treatment.KEEP)
+        if self.kept_bytes <= limit:
+            return self.describe(plain, limit)
+        target, best, tried = limit, None, set()
+        for _ in range(_REHEARSALS):
+            solution = solve(self._chain, target)
+            if solution is None or tuple(solution.plan) in tried:
+                break
+            tried.add(tuple(solution.plan))
+            actual = self.peak_of(solution.plan)
+            if actual <= limit and (best is None or solution.cost_ns < best.cost_ns):
+                best = solution
+            wrong = solution.peak - actual  # the parts do not add up to the whole
+            if 0 <= wrong < _EXACT * limit:
+                break
+            target = limit + wrong
+        if best is None:
+            best = lowest(self._chain)
+            least = self.peak_of(best.plan)
+            if least > limit:
+                raise BudgetError(self._below_the_floor(best.plan, least, limit))
+        return self.describe(best.plan, limit)
+
+    def least(self, limit: int) -> Plan:
+        """The plan with the least peak, whatever the budget."""
+        return self.describe(lowest(self._chain).plan, limit)
+
+    def describe(self, treatments: Sequence[Treatment], limit: int) -> Plan:
+        """A plan with these treatments."""
+        layers = []
+        for layer, treatment in zip(self.profile.layers, treatments, strict=True):
+            of_it = layer.costs[treatment]
+            layers.append(
+                LayerPlan(
+                    layer.name,
+                    treatment,
+                    of_it.resident,
+                    layer.input_bytes,
+                    of_it.moved,
+                    layer.forward_s,
+                    of_it.recompute_s,
+                )
+            )
+        return Plan(
+            tuple(layers),
+            budget_bytes=limit,
+            peak_bytes=self.peak_of(treatments),
+            binds=self._binding(treatments),
+            extra_s=cost(self._chain, treatments) / 1e9,
+            step_s=self.profile.step_s,
+            kept_bytes=self.kept_bytes,
+            recomputed_bytes=self.recomputed_bytes,
+            operators=tuple(sorted({str(operator.overloadpacket) for operator in self._operators})),
+            measured=self._measured,
+            rehearsed=self._rehearse is not None,
+        )
+
+    def _binding(self, treatments: Sequence[Treatment]) -> str:
+        point = binding(self._chain, treatments)
+        if isinstance(point, int):
+            return f"layer {self.profile.layers[point].name}"
+        if point == "head":
+            return "what follows the last layer (head and loss)"
+        return "the optimizer's step" if self.profile.floor_is_optimizer else "what comes before the first layer"
+
+    def _below_the_floor(self, treatments: Sequence[Treatment], least: int, limit: int) -> str:
+        where = self._binding(treatments)
+        cures = {
+            "what follows": "A smaller batch, shorter sequences, or a loss that is computed in parts would help.",
+            "the optimizer": "Weights, gradients and the optimizer's state take it: an optimizer with less state, "
+            "weights of fewer bytes, or sharding them (FSDP) would help.",
+            "what comes": "A smaller batch, or fewer weights before the layers, would help.",
+        }
+        cure = next((text for start, text in cures.items() if where.startswith(start)), None)
+        if cure is None:
+            cure = "One layer's recompute takes it: smaller layers (`layers=`) or a smaller batch would help."
+        if not any(treatment.moves for layer in self.profile.layers for treatment in layer.costs):
+            cure += " So may `offload=True`, which keeps activations in host memory."
+        return (
+            f"the budget of {size(limit)} is below the {size(least)} that the step needs whatever is recomputed, in "
+            f"{where}. {cure}"
+        )
+
+    # ---------------------------------------------------------------- all budgets
+
+    def frontier(self, rules: Sequence[tuple[str, Sequence[Treatment]]]) -> Frontier:
+        """The best plans for all budgets, from parts, and uniform rules beside them, rehearsed where possible.
+
+        Args:
+            rules: names and treatments.
+        """
+        least, most = lowest(self._chain).peak, max(peak(self._chain, treatments) for _, treatments in rules)
+        limits = {least + (most - least) * i // (_POINTS - 1) for i in range(_POINTS)}
+        plans: dict[int, Point] = {}
+        for limit in sorted(limits):
+            solution = solve(self._chain, limit)
+            if solution is not None:
+                plans[solution.peak] = Point("plan", solution.peak, solution.cost_ns / 1e9)
+        points = [Point(name, self.peak_of(each), cost(self._chain, each) / 1e9) for name, each in rules]
+        return Frontier(tuple(plans.values()), tuple(points), self.profile.step_s)
+
+    def rules(self) -> list[tuple[str, list[Treatment]]]:
+        """The uniform rules that users know."""
+        count = len(self.profile.layers)
+        found = [
+            (
+                f"every_n_layers={n}",
+                [Treatment.KEEP if i % n else Treatment.RECOMPUTE for i in range(count)],
+            )
+            for n in (1, 2, 4)
+        ]
+        if Treatment.POLICY in self.profile.layers[0].costs:
+            found.append(("operator policy", self.uniform(Treatment.POLICY)))
+        return [*found, ("all kept", self.uniform(Treatment.KEEP))]

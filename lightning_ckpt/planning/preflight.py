@@ -1,0 +1,286 @@
+"""Rehearse a training step on fake tensors: exact bytes, no memory, nothing of the model touched.
+
+Fake tensors have shapes, types and a device, but no numbers. The step, its backward and the optimizer's step run on
+them through the very code that recomputes and moves activations in training, and every storage is counted.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+
+from lightning_ckpt.measure.storage import PLAIN
+from lightning_ckpt.planning.ghost import GhostHost
+from lightning_ckpt.planning.huggingface import unpacked_sequences
+from lightning_ckpt.planning.rates import Rates, rates_of
+from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
+from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
+from lightning_ckpt.recompute import Recompute
+from lightning_ckpt.recompute.untouched import untouched
+from lightning_ckpt.recompute.watch import unwatched
+
+#: Runs forward: a module and a batch give the loss.
+Step = Callable[[nn.Module, Any], Any]
+Fake = Callable[[Tensor], Tensor]
+
+
+class PreflightError(RuntimeError):
+    """A step cannot be rehearsed on fake tensors; the message says why."""
+
+
+class _Faker:
+    """Makes fake twins of tensors, one of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self._twins.get(id(tensor))
+        if known is None:
+            known = self._twins[id(tensor)] = tensor, self._twin(tensor)
+        return known[1]
+
+    def made(self) -> list[Tensor]:
+        """All twins so far."""
+        return [twin for _, twin in self._twins.values()]
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
+            with self.mode:
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            return twin.requires_grad_(tensor.requires_grad)
+        return self.mode.from_tensor(tensor)
+
+
+class Preflight:
+    """Rehearses a training step under any treatment of its layers.
+
+    A step is forward, with the gradients of the step before in memory, backward, and the optimizer's step.
+
+    Args:
+        module: the model; its parameters may be on any device, `meta` included.
+        batch: a batch, whose shapes matter; tensors in containers of any kind.
+        layers: the layers that may be treated, by qualified name.
+        step: gives the loss of a module and a batch.
+        optimizers: those of the module, or a function that makes them of it; none for forward and backward only.
+        operators: whose results stay under `Treatment.POLICY`.
+        min_bytes: storages below this size in bytes stay on the device under treatments that move. Default: 256 KiB.
+        device: where the step is meant to run. Default: where the parameters are, the CPU for `meta`.
+        accumulates: whether gradients of several batches are added up before the optimizer's step. Default: no.
+        rates: give times by formula. Default: round figures for the kind of device.
+        around_step: makes a context that is entered around forward, such as that of a precision. Default: none.
+
+    Raises:
+        PreflightError: a weight is sharded, quantized or not initialized.
+
+    Example::
+
+        preflight = Preflight(model, batch, {"h.0": model.h[0]}, lambda module, batch: module(batch).mean())
+        print(preflight.run({"h.0": Treatment.RECOMPUTE}).peak)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        layers: Mapping[str, nn.Module],
+        step: Step,
+        *,
+        optimizers: Sequence[Optimizer] | Callable[[nn.Module], Iterable[Optimizer]] = (),
+        operators: frozenset[OpOverload] = frozenset(),
+        min_bytes: int = 256 * 2**10,
+        device: torch.device | None = None,
+        accumulates: bool = False,
+        rates: Rates | None = None,
+        around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        _refuse_special(module)
+        self.layers = dict(layers)
+        self._module = module
+        self._batch = batch
+        self._step = step
+        self._optimizers = optimizers
+        self._operators = operators
+        self._min_bytes = min_bytes
+        self.device = device or _device_of(module)
+        self._accumulates = accumulates
+        self._rates = rates or rates_of(self.device)
+        self._around_step = around_step
+        self._optimizer: Stretch | None = None
+        self._state_bytes = 0
+
+    def run(self, assignment: Assignment) -> StepTrace:
+        """Rehearse one step.
+
+        Args:
+            assignment: the treatment of each layer; others are kept.
+
+        Raises:
+            PreflightError: the step reads numbers that fake tensors do not have, or does what cannot be rehearsed.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come in training, where they belong
+            try:
+                with untouched(self._module), unwatched(), unpacked_sequences(), _eager():
+                    return self._run(assignment)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise PreflightError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+    def _run(self, assignment: Assignment) -> StepTrace:
+        faker = _Faker(self.device)
+        module = self._module
+        named = dict(module.named_parameters(remove_duplicate=False))
+        tensors = {**named, **dict(module.named_buffers(remove_duplicate=False))}
+        swapped = {name: faker(tensor) for name, tensor in tensors.items()}
+        batch = map_tensors(self._batch, faker)
+        parameters = [faker(parameter) for parameter in module.parameters() if parameter.requires_grad]
+        recorder = StepRecorder(self.layers, self._rates)
+        recorder.adopt(faker.made())
+        host = GhostHost(module, self.device, self._min_bytes)
+        reparametrized = _reparametrize_module(module, swapped, tie_weights=True)
+        with reparametrized, _treated(self.layers, assignment, self._operators, host), faker.mode:
+            host.learn()
+            optimizers = [] if self._optimizer is not None else list(self._fake_optimizers(module, faker))
+            with recorder:
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                # No treatment changes the optimizer's step: after one rehearsal of it, only its state matters.
+                state = None if self._optimizer is None else self._blank(self._state_bytes)
+                self._optimize(recorder, optimizers)
+                with self._around_step():
+                    loss = _loss_of(self._step(module, batch))
+                    if not self._accumulates:
+                        for parameter in parameters:
+                            parameter.grad = None
+                    loss.backward()
+                del loss
+                self._optimize(recorder, optimizers)
+                del state
+            trace = recorder.finish()
+        if self._optimizer is None:
+            self._optimizer = trace.optimizer
+        return replace(trace, optimizer=self._optimizer)
+
+    def _fake_optimizers(self, module: nn.Module, faker: _Faker) -> Iterator[Callable[[], object]]:
+        for optimizer in self._optimizers(module) if callable(self._optimizers) else self._optimizers:
+            if all(is_fake(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+                yield optimizer.step
+                continue
+            twin = copy.copy(optimizer)
+            twin.__dict__ = dict(optimizer.__dict__)
+            twin.__dict__.pop("step", None)  # a scheduler's, which belongs to the original
+            twin._optimizer_step_pre_hooks = OrderedDict()
+            twin._optimizer_step_post_hooks = OrderedDict()
+            twin.param_groups = [
+                {**group, "params": [faker(parameter) for parameter in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            twin.state = defaultdict(dict)
+            yield twin.step
+
+    def _blank(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _optimize(self, recorder: StepRecorder, steps: Iterable[Callable[[], object]]) -> None:
+        before = recorder.current
+        recorder.optimizer_begins()
+        for step in steps:
+            step()
+        recorder.optimizer_ends()
+        self._state_bytes = max(self._state_bytes, recorder.current - before)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance  # what compiled code keeps cannot be seen
+
+
+@contextlib.contextmanager
+def _treated(
+    layers: Mapping[str, nn.Module], assignment: Assignment, operators: frozenset[OpOverload], host: GhostHost
+) -> Iterator[None]:
+    """Treat layers as in training, with attachments of their own."""
+    forwards = {name: layer.__dict__.pop("forward", None) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        forward = forwards[name]
+        inner = forward.previous if isinstance(forward, Recompute) else forward
+        if inner is not None:
+            layer.forward = inner
+        treatment = assignment.get(name, Treatment.KEEP)
+        if treatment is not Treatment.KEEP:
+            recompute = Recompute(layer, name, "off", (), frozenset())
+            recompute.inventory.learned.nothing_more()
+            treat(recompute, treatment, operators, host.pack)
+            layer.forward = recompute
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.__dict__.pop("forward", None)
+            if forwards[name] is not None:
+                layer.forward = forwards[name]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with other tensors: containers, dataclasses and objects that hold a mapping are copied."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        mapped.update({key: map_tensors(item, change) for key, item in value.items()})
+        return mapped
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(item, change) for item in value]
+    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, Mapping):
+        twin: Any = copy.copy(value)
+        twin.__dict__ = map_tensors(dict(vars(value)), change)
+        return twin
+    return value
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise TypeError(f"the step returned {type(output).__name__} instead of a loss with a gradient")
+    return loss
+
+
+def _refuse_special(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise PreflightError(f"weight {name!r} has no shape before the first batch")
+        if type(parameter) not in PLAIN or hasattr(parameter, "ds_numel"):
+            raise PreflightError(f"weight {name!r} is a {type(parameter).__name__}, sharded or quantized")
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    first = next(module.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return torch.device("cpu")
+    return first.device
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
