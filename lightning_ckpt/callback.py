@@ -414,6 +414,11 @@ class ActivationCheckpointing(pl.Callback):
                 "that this would be an error."
             )
 
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.budget_keeper is not None:
+            self.budget_keeper.drop()
+
     def treatments(self) -> list[str]:
         """How layers are treated while ``fit`` runs, a line for each class of layers."""
         if not self._recomputed or self.selection is None:

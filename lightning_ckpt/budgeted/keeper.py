@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +26,7 @@ from lightning_ckpt.planning.make import profile_by_preflight, rehearsal, step_o
 from lightning_ckpt.planning.plan import Plan, size
 from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, PreflightError
-from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, with_probed
+from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, with_policy
 from lightning_ckpt.planning.profile import Profile
 from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
@@ -43,14 +43,10 @@ class Stage(enum.Enum):
 
     WARM_UP = enum.auto()
     MEMORY = enum.auto()  # the peak is measured; layer by layer, if there was no rehearsal
-    PROBE_KEEP = enum.auto()  # single layers are kept, if there was no rehearsal
-    PROBE_POLICY = enum.auto()  # or have an operator policy
+    PROBE = enum.auto()  # single layers have an operator policy, if there was no rehearsal
     TIMES = enum.auto()
     CHECK = enum.auto()  # the peak under the final plan is measured
     SETTLED = enum.auto()
-
-
-_PROBED = {Stage.PROBE_KEEP: Treatment.KEEP, Stage.PROBE_POLICY: Treatment.POLICY}
 
 
 class BudgetKeeper:
@@ -108,6 +104,7 @@ class BudgetKeeper:
         self._limit = 0
         self._others = 0
         self._largest = 0  # bytes of a batch that the plan holds for
+        self._longest: list[int] = []  # the longest of all dimensions in batches that it holds for
         self._planned_for = 0  # of the batch that it was made from
         self._seen = 0  # of the largest one while memory is measured
         self._measured: tuple[dict[str, float], dict[tuple[str, Treatment], float], float] | None = None
@@ -125,14 +122,17 @@ class BudgetKeeper:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if self._stage is None:
             self._largest = self._planned_for = nbytes
+            self._longest = _dimensions(tensors)
             self._start(batch, tensors)
         if self._has_stepped:  # a plan changes between steps, when everybody has seen what the last one was
             self._has_stepped = False
             self._advance()
-        if nbytes > self._largest:
+        longest = list(map(max, zip_longest(self._longest, _dimensions(tensors), fillvalue=0)))
+        if nbytes > self._largest or (longest != self._longest and self._preflight is not None):
+            self._longest = longest
             self._grow(batch, nbytes)
         self._adopt_proposed()
-        if self._stage in (Stage.MEMORY, Stage.CHECK, *_PROBED):
+        if self._stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK):
             if self._watch is None:
                 traces = self._preflight is None and self._stage is not Stage.CHECK
                 self._watch = StepWatch(self._device, self._layers, traces)
@@ -156,14 +156,20 @@ class BudgetKeeper:
             self._times = None
         self._has_stepped = self._has_stepped or (stepped and self._stage is not Stage.SETTLED)
 
-    def close(self) -> None:
-        """Leave the layers alone."""
+    def drop(self) -> None:
+        """Forget a micro-batch that has begun and does not end: `on_train_batch_start` has returned -1."""
         if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+            self._watch.drop()
         if self._times is not None:
             self._times.finish()
             self._times = None
+
+    def close(self) -> None:
+        """Leave the layers alone."""
+        self.drop()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     # ---------------------------------------------------------------- stages
 
@@ -204,7 +210,8 @@ class BudgetKeeper:
             watch.close()
         self._steps += 1
         if stage is Stage.WARM_UP and self._steps == _WARM_UP:
-            self._stage = Stage.CHECK if isinstance(self._budget, Plan) else Stage.MEMORY
+            is_final = isinstance(self._budget, Plan) or self._measured is not None
+            self._stage = Stage.CHECK if is_final else Stage.MEMORY
         elif stage is Stage.MEMORY:
             assert watch is not None
             if self._preflight is not None:
@@ -212,14 +219,13 @@ class BudgetKeeper:
                 self._stage = Stage.TIMES
             else:
                 self._learn_cheapest(watch)
-        elif stage in _PROBED:
+        elif stage is Stage.PROBE:
             assert watch is not None
             if watch.trace is not None and self._profile is not None:
-                self._profile = with_probed(self._profile, watch.trace, _PROBED[stage], self._probes)
-            self._probe(Stage.PROBE_POLICY if stage is Stage.PROBE_KEEP else None)
+                self._profile = with_policy(self._profile, watch.trace, self._probes)
+            self._plan_measured()
         elif stage is Stage.TIMES:
             self._learn_times()
-            self._stage = Stage.CHECK
         elif stage is Stage.CHECK:
             assert watch is not None
             self._check(watch)
@@ -245,25 +251,19 @@ class BudgetKeeper:
         self._find_link(self._profile)
         planner = self._planner(self._profile)
         self._first_plan(planner)  # an error if even this does not fit
-        self._probe(Stage.PROBE_KEEP)
-
-    def _probe(self, stage: Stage | None) -> None:
-        """Try a treatment on single layers in the next step, or go on where there is nothing to try."""
-        assert self._profile is not None
-        if stage is Stage.PROBE_POLICY and not self._operators:
-            stage = None
-        self._probes = []
-        if stage is not None:
-            self._probes = choose_probes(self._profile, _PROBED[stage], self._limit - self._others)
-        if stage is not None and self._probes:
-            self._stage = stage
-            self._treat({name: _PROBED[stage] if name in self._probes else self._cheapest for name in self._layers})
-        elif stage is Stage.PROBE_KEEP:
-            self._probe(Stage.PROBE_POLICY)
+        self._probes = choose_probes(planner, self._limit) if self._operators else []
+        if self._probes:
+            self._stage = Stage.PROBE
+            self._treat({name: Treatment.POLICY if name in self._probes else self._cheapest for name in self._layers})
         else:
-            self._stage = Stage.TIMES
-            planner = self._planner(self._profile)
-            self._apply(self._elect(self._later_plan(planner), planner))
+            self._plan_measured()
+
+    def _plan_measured(self) -> None:
+        """What layers take is known as far as it can be: a plan, whose times are still those by formula."""
+        assert self._profile is not None
+        planner = self._planner(self._profile)
+        self._apply(self._elect(self._later_plan(planner), planner))
+        self._stage = Stage.TIMES
 
     def _learn_times(self) -> None:
         assert self.plan is not None
@@ -278,7 +278,10 @@ class BudgetKeeper:
         self._timed.clear()
         planner = self._planner(self._profile)
         plan = self._elect(self._later_plan(planner), planner)
-        self._apply(plan, again=plan.assignment != assignment)
+        is_new = plan.assignment != assignment
+        self._apply(plan, again=is_new)
+        # Layers that are treated anew make copies until they have learned what changes in a call.
+        self._steps, self._stage = 0, Stage.WARM_UP if is_new else Stage.CHECK
 
     def _check(self, watch: StepWatch) -> None:
         assert self.plan is not None
@@ -303,11 +306,11 @@ class BudgetKeeper:
             f"of {size(self._limit)}, so the plan is made again."
         )
         self._apply(self._elect(self._later_plan(planner), planner))
-        self._stage = Stage.CHECK
+        self._steps, self._stage = 0, Stage.WARM_UP
 
     def _grow(self, batch: Any, nbytes: int) -> None:
         """A batch is larger than all before: the plan must hold for it."""
-        ratio, self._largest = nbytes / max(1, self._largest), nbytes
+        ratio, self._largest = nbytes / max(1, self._largest), max(nbytes, self._largest)
         if self.plan is None or self._profile is None:
             return
         if self._preflight is not None:
@@ -321,11 +324,11 @@ class BudgetKeeper:
         room = int(_GROWTH * max(0, self.plan.peak_bytes - self._profile.base))
         try:
             plan = planner.plan(self._limit - room)  # so that the next longer batch needs no other one
-            self._largest = int(nbytes * (1 + _GROWTH))
+            self._largest = max(self._largest, int(nbytes * (1 + _GROWTH)))
         except BudgetError:
             plan = self._later_plan(planner)
         if self._ranks.several:
-            self._ranks.propose([str(layer.treatment) for layer in plan.layers])
+            self._ranks.propose(list(map(str, planner.treatments_of(plan))))
         else:
             self._apply(plan, again=not self._has_grown)
         self._has_grown = True
@@ -420,7 +423,7 @@ class BudgetKeeper:
 
     def _elect(self, plan: Plan, planner: Planner) -> Plan:
         """One plan for all ranks: that of the rank that needs most."""
-        own = [str(layer.treatment) for layer in plan.layers]
+        own = list(map(str, planner.treatments_of(plan)))
         chosen = self._ranks.elect(plan.peak_bytes, own)
         return plan if chosen == own else planner.describe(list(map(Treatment, chosen)), self._limit)
 
@@ -436,3 +439,7 @@ class BudgetKeeper:
         known = StorageSizes()
         known.add_all(tensor for tensor in self._present(tensors) if tensor.device == self._device)
         return max(0, torch.accelerator.memory_allocated(self._device) - known.bytes_without())
+
+
+def _dimensions(tensors: list[Tensor]) -> list[int]:
+    return [length for tensor in tensors for length in tensor.shape]

@@ -10,6 +10,7 @@ from lightning_ckpt.measure.counters import PeakCounter
 from lightning_ckpt.measure.watching import watching
 from lightning_ckpt.planning.rates import rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace
+from lightning_ckpt.recompute.watch import unwatch, watch
 
 
 class StepWatch:
@@ -34,6 +35,8 @@ class StepWatch:
         self._counter = None if device.type == "cpu" else PeakCounter(device)
         self._recorder: StepRecorder | None = None
         self._entered = contextlib.ExitStack()
+        if traces:
+            watch(self)  # so that layers note what they leave unsaved
 
     def begin(self, present: Iterable[Tensor]) -> None:
         """A micro-batch begins; `present` is in memory already."""
@@ -56,21 +59,32 @@ class StepWatch:
         trace = None if recorder is None else recorder.finish()
         if self.peak is None:
             return
-        if trace is not None and trace.calls and (self.trace is None or trace.peak > self.trace.peak):
+        if trace is not None and (self.trace is None or trace.peak > self.trace.peak):
             self.trace = trace
         if self._counter is not None:
             self.peak = max(self.peak, self._counter.take().peak_allocated)
         elif trace is not None:
             self.peak = max(self.peak, trace.peak)
 
-    def close(self) -> None:
-        """Watch no more."""
+    def drop(self) -> None:
+        """Forget a micro-batch that has begun and does not end."""
         self._entered.close()
         if self._recorder is not None:
             self._recorder.finish()
             self._recorder = None
+
+    def close(self) -> None:
+        """Watch no more."""
+        self.drop()
+        unwatch(self)
         if self._counter is not None:
             self._counter.close()
+
+    def replay_begins(self) -> None:
+        """Nothing to note."""
+
+    def replay_ends(self) -> None:
+        """Nothing to note."""
 
     def _give_up(self) -> None:
         if self._counter is None:

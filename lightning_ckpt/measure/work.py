@@ -1,12 +1,11 @@
 """How much a batch holds: tokens where it can be told, samples else."""
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,19 @@ def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         return [batch]
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return list(_tensors(batch))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors(list(vars(value).values()))
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Hashable:

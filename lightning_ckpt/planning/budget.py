@@ -73,6 +73,8 @@ def parse_budget(written: int | float | str) -> Budget:
     text = str(written).strip()
     if isinstance(written, bool):
         raise BudgetError(f"`memory_budget={written!r}` is no budget. {_WHAT_TO_WRITE}")
+    if isinstance(written, (int, float)) and 0 <= written <= 1:
+        return Budget(written, "fraction", abs(float(written)))
     if text.lower() == "auto":
         return Budget(written, "auto")
     percent = _PERCENT.fullmatch(text)
@@ -92,11 +94,11 @@ def parse_budget(written: int | float | str) -> Budget:
 def device_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that this process may take on a device, what it has taken included, and all bytes of the device.
 
-    On the CPU that is the memory of the machine, or of the container if that has less.
+    On the CPU both are what the machine, or the container if that has less, leaves to this process.
     """
     if device.type == "cpu":
-        free = default_host_budget(1, fraction=1.0) + _resident()
-        return free, max(free, _physical())
+        mine = min(_physical(), default_host_budget(1, fraction=1.0) + _resident())
+        return mine, mine
     free, total = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device), total
 

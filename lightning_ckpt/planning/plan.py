@@ -75,16 +75,17 @@ class Plan:
 
     def __str__(self) -> str:
         """A few lines: treatments, peak, time."""
+        return "\n".join([*self.lines(), *self.totals()])
+
+    def totals(self) -> list[str]:
+        """Lines about the peak and the time of a step."""
         share = f", {self.extra_s / self.step_s:.0%} of forward and backward" if self.step_s else ""
         how = "measured" if self.measured else "by formula"
-        return "\n".join(
-            [
-                *self.lines(),
-                f"peak memory {size(self.peak_bytes)} of {size(self.budget_bytes)}, in {self.binds} "
-                f"(all kept {size(self.kept_bytes)}, all recomputed {size(self.recomputed_bytes)})",
-                f"extra time {self.extra_s * 1e3:,.1f} ms a step ({how}{share})",
-            ]
-        )
+        return [
+            f"peak memory {size(self.peak_bytes)} of {size(self.budget_bytes)}, in {self.binds}",
+            f"(all layers recomputed: {size(self.recomputed_bytes)}, all kept: {size(self.kept_bytes)})",
+            f"extra time {self.extra_s * 1e3:,.1f} ms a step ({how}{share})",
+        ]
 
 
 def _described(layers: Iterable[LayerPlan]) -> str:

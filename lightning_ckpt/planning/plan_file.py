@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from lightning_ckpt.planning.plan import LayerPlan, Plan
 from lightning_ckpt.planning.treatment import Treatment
@@ -29,101 +29,13 @@ class PlanFileError(ValueError):
     """A file that is no plan, or none for this model; the message quotes it and says what to write."""
 
 
-def save_plan(plan: Plan, path: str | Path, layer_classes: Mapping[str, str]) -> None:
-    """Write a plan to a YAML file, a line for each layer.
-
-    Args:
-        plan: the plan.
-        path: the file to write.
-        layer_classes: the class of each layer, by qualified name, for those who read the file.
-    """
-    head = {"version": _VERSION} | {
-        key: kind(getattr(plan, key)) for key, kind in _OF_PLAN.items() if key not in ("operators", "layers")
-    }
-    layers = {
-        layer.name: {
-            "treatment": str(layer.treatment),
-            "class": layer_classes[layer.name],
-            **{key: kind(getattr(layer, key)) for key, kind in _OF_LAYER.items() if key != "treatment"},
-        }
-        for layer in plan.layers
-    }
-    # With the style None, what holds nothing but single values is on one line.
-    parts = [
-        yaml.safe_dump(head, sort_keys=False, width=math.inf),
-        yaml.safe_dump({"operators": list(plan.operators)}, default_flow_style=None, width=100),
-        yaml.safe_dump({"layers": layers}, default_flow_style=None, sort_keys=False, width=math.inf),
-    ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join([_ABOUT, *parts]), encoding="utf-8")
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan from a file that `save_plan` has written, perhaps edited since.
-
-    Figures are taken as they are, whatever treatment a layer was given since.
-
-    Raises:
-        PlanFileError: a `ValueError`: the file cannot be read, or is no plan; the message says where and why.
-
-    Example::
-
-        save_plan(plan, "plan.yaml", {name: type(layer).__name__ for name, layer in selection.layers.items()})
-        assert load_plan("plan.yaml") == plan
-    """
-    file = _File(Path(path))
-    file.check_version()
-    top = file.entries(file.root, ["version", *_OF_PLAN])
-    layers = file.entries(top["layers"])
-    if not layers:
-        raise file.error("there are no layers; save the plan again", top["layers"])
-    values = {key: file.value(key, top[key], kind) for key, kind in _OF_PLAN.items() if key != "layers"}
-    return Plan(layers=tuple(_layer(file, name, node) for name, node in layers.items()), **values)
-
-
-def _layer(file: "_File", name: str, node: yaml.Node) -> LayerPlan:
-    if not isinstance(node, yaml.MappingNode):
-        raise file.error(f"the figures are missing; write `{name}: {{treatment: keep, ...}}`, as it was saved", node)
-    entries = file.entries(node, ["class", *_OF_LAYER])
-    return LayerPlan(name, **{key: file.value(key, entries[key], kind) for key, kind in _OF_LAYER.items()})
-
-
-def check_layers(plan: Plan, names: Iterable[str]) -> None:
-    """Check that a plan is one for the layers of this model.
-
-    Args:
-        plan: the plan.
-        names: qualified names of the model's layers, in the order of the plan.
-
-    Raises:
-        PlanFileError: a `ValueError`: it is not; the message names what differs.
-    """
-    planned, present = list(plan.assignment), list(dict.fromkeys(names))
-    differences = []
-    if missing := [name for name in planned if name not in present]:
-        differences.append(f"the model has no {shorten_names(missing)}")
-    if unplanned := [name for name in present if name not in planned]:
-        differences.append(f"the plan has no {shorten_names(unplanned)}")
-    if not differences:
-        differences = [
-            f"layer {i} is {ours} in the plan and {theirs} in the model"
-            for i, (ours, theirs) in enumerate(zip(planned, present, strict=True), start=1)
-            if ours != theirs
-        ][:1]
-    if differences:
-        raise PlanFileError(
-            f"the plan is for other layers: {'; '.join(differences)}. Choose the layers that it was made for "
-            "(`layers=`), or make a new plan."
-        )
-
-
 class _File:
     """The parts of a YAML file, read so that errors can quote the line; every value is a text until it is needed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._text = path.read_text(encoding="utf-8-sig")
+            self._text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
             raise self.error(f"the file cannot be read: {reason}. Give one that `save_plan` has written") from error
@@ -203,6 +115,88 @@ class _File:
         near = _nearest(node.value, Treatment) if kind is Treatment and written else None
         instead = f"; write `{near}`" if near else ""
         raise self.error(f"`{key}` should be {what}{written}{instead}", node)
+
+
+def save_plan(plan: Plan, path: str | Path, layer_classes: Mapping[str, str]) -> None:
+    """Write a plan to a YAML file, a line for each layer.
+
+    Args:
+        plan: the plan.
+        path: the file to write.
+        layer_classes: the class of each layer, by qualified name, for those who read the file.
+    """
+    head = {"version": _VERSION} | {
+        key: kind(getattr(plan, key)) for key, kind in _OF_PLAN.items() if key not in ("operators", "layers")
+    }
+    layers = {
+        layer.name: {
+            "treatment": str(layer.treatment),
+            "class": layer_classes[layer.name],
+            **{key: kind(getattr(layer, key)) for key, kind in _OF_LAYER.items() if key != "treatment"},
+        }
+        for layer in plan.layers
+    }
+    # With the style None, what holds nothing but single values is on one line.
+    parts = [
+        yaml.safe_dump(head, sort_keys=False, width=math.inf),
+        yaml.safe_dump({"operators": list(plan.operators)}, default_flow_style=None, width=100),
+        yaml.safe_dump({"layers": layers}, default_flow_style=None, sort_keys=False, width=math.inf),
+    ]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join([_ABOUT, *parts]), encoding="utf-8")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from a file that `save_plan` has written, perhaps edited since.
+
+    Figures are taken as they are, whatever treatment a layer was given since.
+
+    Raises:
+        PlanFileError: a `ValueError`: the file cannot be read, or is no plan; the message says where and why.
+
+    Example::
+
+        save_plan(plan, "plan.yaml", {name: type(layer).__name__ for name, layer in selection.layers.items()})
+        assert load_plan("plan.yaml") == plan
+    """
+    file = _File(Path(path))
+    file.check_version()
+    top = file.entries(file.root, ["version", *_OF_PLAN])
+    layers = file.entries(top["layers"])
+    if not layers:
+        raise file.error("there are no layers; save the plan again", top["layers"])
+    values = {key: file.value(key, top[key], kind) for key, kind in _OF_PLAN.items() if key != "layers"}
+    return Plan(layers=tuple(_layer(file, name, node) for name, node in layers.items()), **values)
+
+
+def _layer(file: _File, name: str, node: yaml.Node) -> LayerPlan:
+    if not isinstance(node, yaml.MappingNode):
+        raise file.error(f"the figures are missing; write `{name}: {{treatment: keep, ...}}`, as it was saved", node)
+    entries = file.entries(node, ["class", *_OF_LAYER])
+    return LayerPlan(name, **{key: file.value(key, entries[key], kind) for key, kind in _OF_LAYER.items()})
+
+
+def check_layers(plan: Plan, names: Iterable[str]) -> None:
+    """Check that a plan is one for the layers of this model.
+
+    Args:
+        plan: the plan.
+        names: qualified names of the model's layers.
+
+    Raises:
+        PlanFileError: a `ValueError`: it is not; the message names what differs.
+    """
+    planned, present = list(plan.assignment), list(dict.fromkeys(names))
+    differences = []
+    if missing := [name for name in planned if name not in present]:
+        differences.append(f"the model has no {shorten_names(missing)}")
+    if unplanned := [name for name in present if name not in planned]:
+        differences.append(f"the plan has no {shorten_names(unplanned)}")
+    if differences:
+        raise PlanFileError(
+            f"the plan is for other layers: {'; '.join(differences)}. Choose the layers that it was made for "
+            "(`layers=`), or make a new plan."
+        )
 
 
 def _nearest(written: str, known: Iterable[str]) -> str | None:

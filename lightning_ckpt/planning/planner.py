@@ -122,6 +122,10 @@ class Planner:
                 raise BudgetError(self._below_the_floor(best.plan, least, limit))
         return self.describe(best.plan, limit)
 
+    def treatments_of(self, plan: Plan) -> list[Treatment]:
+        """The treatments of a plan, in the order of the profile."""
+        return [plan.assignment[layer.name] for layer in self.profile.layers]
+
     def least(self, limit: int) -> Plan:
         """The plan with the least peak, whatever the budget."""
         return self.describe(lowest(self._chain).plan, limit)
@@ -142,6 +146,7 @@ class Planner:
                     of_it.recompute_s,
                 )
             )
+        layers += [LayerPlan(name, Treatment.KEEP, 0, 0, 0, 0.0, 0.0) for name in self.profile.uncalled]
         return Plan(
             tuple(layers),
             budget_bytes=limit,
@@ -192,6 +197,7 @@ class Planner:
         """
         least, most = lowest(self._chain).peak, max(peak(self._chain, treatments) for _, treatments in rules)
         limits = {least + (most - least) * i // (_POINTS - 1) for i in range(_POINTS)}
+        limits |= {peak(self._chain, treatments) for _, treatments in rules}
         plans: dict[int, Point] = {}
         for limit in sorted(limits):
             solution = solve(self._chain, limit)

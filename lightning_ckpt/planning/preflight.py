@@ -7,6 +7,7 @@ them through the very code that recomputes and moves activations in training, an
 import contextlib
 import copy
 import dataclasses
+import logging
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -135,7 +136,7 @@ class Preflight:
         Raises:
             PreflightError: the step reads numbers that fake tensors do not have, or does what cannot be rehearsed.
         """
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # they come in training, where they belong
             try:
                 with untouched(self._module), unwatched(), unpacked_sequences(), _eager():
@@ -157,7 +158,8 @@ class Preflight:
         recorder.adopt(faker.made())
         host = GhostHost(module, self.device, self._min_bytes)
         reparametrized = _reparametrize_module(module, swapped, tie_weights=True)
-        with reparametrized, _treated(self.layers, assignment, self._operators, host), faker.mode:
+        treated = _treated(self.layers, assignment, self._operators, host)
+        with contextlib.closing(recorder), reparametrized, treated, faker.mode:
             host.learn()
             optimizers = [] if self._optimizer is not None else list(self._fake_optimizers(module, faker))
             with recorder:
@@ -207,6 +209,17 @@ class Preflight:
             step()
         recorder.optimizer_ends()
         self._state_bytes = max(self._state_bytes, recorder.current - before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs a traceback where an operator cannot run on fake tensors; the error says it already."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """Learn what layers cost from real steps, where a rehearsal is not possible.
 
-First every layer has the treatment that takes least, so that the step fits. Then single layers, one of each kind, are
-tried with the others, as far as there is room for that.
+First every layer has the treatment that takes least, so that the step fits; what it does not keep then is noted. An
+operator policy is tried on single layers, one of each kind, as far as there is room for that.
 """
 
 from collections.abc import Mapping
@@ -9,20 +9,18 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.profile import Cost, LayerProfile, Profile, layer_costs, make_profile
 from lightning_ckpt.planning.trace import StepTrace
 from lightning_ckpt.planning.treatment import Treatment
 
 
 def profile_of_cheapest(modules: Mapping[str, nn.Module], trace: StepTrace, moves: bool) -> Profile:
-    """What a step in which every layer took least has shown, and bounds for what it has not.
-
-    A layer that is kept holds no more than it needs at once when it runs again, its gradients and those of the layers
-    behind it left out.
+    """What a step in which every layer took least has shown.
 
     Args:
         modules: the layers by qualified name.
-        trace: a step in which every layer was recomputed.
+        trace: a step in which every layer was recomputed and watched.
         moves: whether the layers' inputs were in host memory.
     """
     cheapest = Treatment.RECOMPUTE_OFFLOAD if moves else Treatment.RECOMPUTE
@@ -30,63 +28,54 @@ def profile_of_cheapest(modules: Mapping[str, nn.Module], trace: StepTrace, move
     layers = []
     for layer in profile.layers:
         least = layer.costs[cheapest]
-        kept = Cost(least.transient, least.transient)
-        costs = {Treatment.KEEP: kept, Treatment.RECOMPUTE: least}
+        inputs = layer.input_bytes if moves else 0
+        unsaved = sum(call.unsaved_bytes for call in trace.calls if call.name == layer.name)
+        recomputed = replace(least, resident=least.resident + inputs)
+        kept = Cost(recomputed.resident + unsaved, max(recomputed.resident + unsaved, least.transient))
+        costs = {Treatment.KEEP: kept, Treatment.RECOMPUTE: recomputed}
         if moves:
-            inputs = layer.input_bytes
-            costs[Treatment.RECOMPUTE] = replace(least, resident=least.resident + inputs)
-            costs[Treatment.OFFLOAD] = replace(kept, resident=least.resident, moved=kept.resident)
+            costs[Treatment.OFFLOAD] = replace(kept, resident=least.resident, moved=unsaved + inputs)
             costs[Treatment.RECOMPUTE_OFFLOAD] = replace(least, moved=inputs)
         layers.append(replace(layer, costs=costs))
     return replace(profile, layers=tuple(layers))
 
 
-def choose_probes(profile: Profile, treatment: Treatment, limit: int) -> list[str]:
-    """Layers to try a treatment on, the last one of every kind first, as far as they fit into `limit` bytes."""
-    cheapest = list(profile.layers[0].costs)[-1]
-    held = profile.base + sum(layer.costs[cheapest].resident for layer in profile.layers)
-    most = max((layer.costs[cheapest].transient for layer in profile.layers), default=0)
-    room = limit - held - max(most, profile.head)
+def choose_probes(planner: Planner, limit: int) -> list[str]:
+    """Layers to try an operator policy on, the last one of every kind first, as far as they fit into `limit` bytes.
+
+    A policy keeps no more than is kept without recompute.
+    """
+    layers = planner.profile.layers
+    treatments = [list(layer.costs)[-1] for layer in layers]
     chosen: list[str] = []
     kinds = set()
-    for layer in reversed(profile.layers):
-        bound = _kept_at_most(layer)
-        if layer.kind not in kinds and bound <= room:
-            kinds.add(layer.kind)
-            chosen.append(layer.name)
-            room -= bound
+    for i in reversed(range(len(layers))):
+        if layers[i].kind in kinds:
+            continue
+        tried = [*treatments[:i], Treatment.KEEP, *treatments[i + 1 :]]
+        if planner.peak_of(tried) <= limit:
+            treatments = tried
+            kinds.add(layers[i].kind)
+            chosen.append(layers[i].name)
     return chosen
 
 
-def with_probed(profile: Profile, trace: StepTrace, treatment: Treatment, names: list[str]) -> Profile:
-    """The profile with what layers have cost under a treatment, for all layers of their kinds.
+def with_policy(profile: Profile, trace: StepTrace, names: list[str]) -> Profile:
+    """The profile with what an operator policy has cost on some layers, for all layers of their kinds.
 
     Args:
         profile: what is known.
-        trace: a step in which some layers had the treatment.
-        treatment: it.
+        trace: a step in which these layers had the policy.
         names: these layers.
     """
     seen = layer_costs(trace)
     probed = {layer.kind: (layer, seen[layer.name]) for layer in profile.layers if layer.name in names}
-    layers = []
-    for layer in profile.layers:
-        if layer.kind in probed:
-            layer = _with_cost(layer, treatment, *probed[layer.kind])
-        layers.append(layer)
+    layers = [_with_policy(layer, *probed[layer.kind]) if layer.kind in probed else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
 
 
-def _with_cost(layer: LayerProfile, treatment: Treatment, probe: LayerProfile, cost: Cost) -> LayerProfile:
+def _with_policy(layer: LayerProfile, probe: LayerProfile, cost: Cost) -> LayerProfile:
     # Gradients of later layers are there already in a layer's own backward: more for early layers than for the probe.
-    known = Treatment.RECOMPUTE
-    later = max(0, layer.costs[known].transient - probe.costs[known].transient)
-    costs = dict(layer.costs)
-    costs[treatment] = replace(cost, transient=cost.transient + later)
-    if treatment is Treatment.KEEP and Treatment.OFFLOAD in costs:
-        costs[Treatment.OFFLOAD] = replace(costs[Treatment.OFFLOAD], moved=cost.resident)
+    later = max(0, layer.costs[Treatment.RECOMPUTE].transient - probe.costs[Treatment.RECOMPUTE].transient)
+    costs = {**layer.costs, Treatment.POLICY: replace(cost, transient=cost.transient + later)}
     return replace(layer, costs={each: costs[each] for each in Treatment if each in costs})
-
-
-def _kept_at_most(layer: LayerProfile) -> int:
-    return layer.costs[Treatment.RECOMPUTE].transient

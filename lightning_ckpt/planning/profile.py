@@ -7,8 +7,10 @@ from statistics import median
 
 from torch import nn
 
+from lightning_ckpt.planning.budget import BudgetError
 from lightning_ckpt.planning.trace import StepTrace
 from lightning_ckpt.planning.treatment import Treatment
+from lightning_ckpt.selection.summary import shorten_names
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Profile:
         floor: the most bytes at times that no treatment changes.
         floor_is_optimizer: whether that is in the optimizer's step.
         step_s: seconds of a step in which everything is kept, the optimizer's left out.
+        uncalled: names of layers that do not run in a training step.
         peaks: the most bytes of all in a step in which every layer had a treatment, for those that were seen.
     """
 
@@ -69,6 +72,7 @@ class Profile:
     floor_is_optimizer: bool
     step_s: float
     peaks: Mapping[Treatment, int]
+    uncalled: tuple[str, ...] = ()
 
     def with_times(
         self, forward_s: Mapping[str, float], recompute_s: Mapping[tuple[str, Treatment], float]
@@ -129,9 +133,17 @@ def make_profile(modules: Mapping[str, nn.Module], traces: Mapping[Treatment, St
         traces: a step for each treatment, in the order of preference; the same calls in all of them.
 
     Returns:
-        The profile. A layer that was never called, or keeps nothing for backward, is left out.
+        The profile. A layer that was never called is left out.
+
+    Raises:
+        BudgetError: none was called.
     """
     first = next(iter(traces.values()))
+    if not first.calls:
+        raise BudgetError(
+            f"none of the {len(modules)} layers ({shorten_names(list(modules))}) runs in a training step, so there is "
+            "nothing to plan. Name those that do with `layers=`."
+        )
     names = list(dict.fromkeys(call.name for call in first.calls))
     by_treatment = {treatment: layer_costs(trace) for treatment, trace in traces.items()}
     kept = traces.get(Treatment.KEEP, first)
@@ -173,6 +185,7 @@ def make_profile(modules: Mapping[str, nn.Module], traces: Mapping[Treatment, St
         floor_is_optimizer=optimizer >= rest,
         step_s=seconds,
         peaks={treatment: trace.peak for treatment, trace in traces.items()},
+        uncalled=tuple(name for name in modules if name not in names),
     )
 
 

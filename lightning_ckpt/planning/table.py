@@ -50,8 +50,8 @@ def plan_table(plan: Plan) -> str:
     lines.insert(-1, "-" * max(map(len, lines)))
     if len(merged) < len(rows):
         lines.append("Where layers share a row, its figures are those of each of them.")
-    costs = str(plan).splitlines()[len(plan.lines()) :]
-    return "\n".join([*lines, "", *(textwrap.fill(line, _COLUMNS, subsequent_indent="  ") for line in costs)])
+    totals = [textwrap.fill(line, _COLUMNS, subsequent_indent="  ") for line in plan.totals()]
+    return "\n".join([*lines, "", *totals])
 
 
 def frontier_table(frontier: Frontier) -> str:

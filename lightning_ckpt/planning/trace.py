@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_ckpt.measure.live import LiveBytes
 from lightning_ckpt.measure.storage import StorageSizes
 from lightning_ckpt.planning.rates import Rates
-from lightning_ckpt.recompute import is_replaying
+from lightning_ckpt.recompute import attached, is_replaying
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -41,6 +41,7 @@ class Call:
         before: bytes alive when it begins.
         input_bytes: bytes of the activations that it is given.
         after: bytes alive when it ends.
+        unsaved_bytes: bytes that it would keep for backward in addition if it were not recomputed; 0 unless watched.
         forward: from its beginning to its end.
         between: from its end to the beginning of the next call, or, after the last one, of the first backward.
         backward: from the first gradient of what it returned to that of what another call returned.
@@ -50,6 +51,7 @@ class Call:
     before: int
     input_bytes: int
     after: int = 0
+    unsaved_bytes: int = 0
     forward: Stretch = field(default_factory=Stretch)
     between: Stretch = field(default_factory=Stretch)
     backward: Stretch = field(default_factory=Stretch)
@@ -107,11 +109,15 @@ class StepRecorder(LiveBytes):
         """The optimizer's step is over."""
         self._switch(self._rest)
 
+    def close(self) -> None:
+        """Leave the layers alone."""
+        for handle in self._handles:
+            handle.remove()
+
     def finish(self) -> StepTrace:
         """Leave the layers alone; what was recorded."""
         self._switch(self._rest)
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         return StepTrace(tuple(self._calls), self._rest, self._optimizer)
 
     def _switch(self, to: Stretch) -> None:
@@ -135,6 +141,9 @@ class StepRecorder(LiveBytes):
         if call is None or not self._is_forward():
             return
         call.after = self.current
+        recompute = attached(layer)
+        if recompute is not None:
+            call.unsaved_bytes = recompute.unsaved_bytes
         self._switch(call.between)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,10 +73,17 @@ class Recompute:
         self.given_up: dict[str, None] = {}
         self.lock = threading.RLock()
         self._inventory: Inventory | None = None
+        self._latest: weakref.ref[Frame] | None = None
         self.previous = layer.__dict__.get("forward")
         self.taken_over = [module for module in layer.modules() if is_switched_on(module)]
         for module in self.taken_over:
             setattr(module, "gradient_checkpointing", False)
+
+    @property
+    def unsaved_bytes(self) -> int:
+        """Bytes that autograd would keep of the latest call in addition, as far as its graph is there and watched."""
+        frame = None if self._latest is None else self._latest()
+        return 0 if frame is None else frame.unsaved_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Operators cannot be pickled, their names can.
@@ -83,6 +91,7 @@ class Recompute:
         gone: dict[str, Any] = {
             "lock": None,
             "_inventory": None,
+            "_latest": None,
             "silencers": [],
             "keep": None,
             "kept_operators": set(),
@@ -150,6 +159,7 @@ class Recompute:
         with self.lock:
             with self._named():
                 frame = Frame(self, args, kwargs)
+                self._latest = weakref.ref(frame)
                 learning = frame.is_learning
             output = frame.forward(args, kwargs)
             with self._named():

@@ -170,6 +170,14 @@ class Frame:
         if self.results is not None:
             yield from self.results.on_device()
 
+    def unsaved_bytes(self) -> int:
+        """Bytes that autograd would keep in addition; 0 if nobody watched the call."""
+        if self.unsaved is None:
+            return 0
+        present = StorageSizes()
+        present.add_all((*self._owner.inventory.parameters, *self.on_device()))
+        return self.unsaved.bytes_without(present)
+
     def forget_fingerprints(self) -> None:
         """Do not verify this call: its tensors were fingerprinted before they were filled."""
         for slot in (ref() for ref in self._slots):
