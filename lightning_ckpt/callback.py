@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch._ops import OpOverload
 from typing_extensions import override
 
 from lightning_ckpt.agreement import Settings, agree, as_text
@@ -22,7 +21,7 @@ from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, wh
 from lightning_ckpt.planning import Budget, Plan, check_layers, load_plan, parse_budget
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
-from lightning_ckpt.recompute.policy import resolve_policy
+from lightning_ckpt.recompute.policy import Operators, resolve_policy
 from lightning_ckpt.selection import Selection, SelectionError, select_layers
 from lightning_ckpt.selection.select import check_every_n_layers
 from lightning_ckpt.selection.summary import shorten_names
@@ -237,7 +236,7 @@ class ActivationCheckpointing(pl.Callback):
         for name, layer in chosen.layers.items():
             if name not in wrapped:
                 detach(layer)  # a deep copy of a model in training brings its attachment along
-                operators = self._operators if self._budget is None else frozenset[OpOverload]()
+                operators = self._operators if self._budget is None else Operators()
                 self._recomputed.append(attach(layer, name, self.verify, silencers, operators))
         self.selection = chosen
         self._leave(wrapped, "PyTorch's `checkpoint_wrapper`", "Do not wrap them")
@@ -436,7 +435,9 @@ class ActivationCheckpointing(pl.Callback):
         if not self.enabled:
             return "`enabled=True` (`--ckpt.enabled true`): no layer is recomputed."
         if self._budget is not None:
-            cure = "a smaller `memory_budget`"
+            cure = "a plan for a smaller budget"
+            if self.memory_budget is not None:
+                cure = f"a smaller `memory_budget` than {self.memory_budget!r}"
             if self.offload is False and why_not(device) is None:
                 cure += ", or `offload=True`, which lets activations wait in host memory"
             return f"{cure}."

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_ckpt.budgeted.ranks import Ranks
 from lightning_ckpt.budgeted.watch import StepWatch
@@ -21,7 +20,7 @@ from lightning_ckpt.monitor.trainer import hands_out_iterator, model_tensors, op
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.planning.budget import Budget, BudgetError
 from lightning_ckpt.planning.chain import Link
-from lightning_ckpt.planning.links import link_of, measure_link
+from lightning_ckpt.planning.links import link_of, measured
 from lightning_ckpt.planning.make import profile_by_preflight, rehearsal, step_of
 from lightning_ckpt.planning.plan import Plan, size
 from lightning_ckpt.planning.planner import Planner
@@ -32,6 +31,7 @@ from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute
 from lightning_ckpt.recompute.arguments import Keep
+from lightning_ckpt.recompute.policy import Operators
 from lightning_ckpt.strategies import local_ranks
 
 _WARM_UP = 2  # optimizer steps in which the optimizer's state is made, and the first calls of layers are looked at
@@ -78,7 +78,7 @@ class BudgetKeeper:
         module: pl.LightningModule,
         recomputed: list[Recompute],
         budget: Budget | Plan,
-        operators: frozenset[OpOverload],
+        operators: Operators,
         options: OffloadOptions | None,
         start_engine: Callable[[OffloadOptions], Keep],
     ) -> None:
@@ -411,14 +411,15 @@ class BudgetKeeper:
     def _find_link(self, profile: Profile) -> None:
         if self._options is None:
             return
-        self._link = link_of(profile, self._options, measure_link(self._device), local_ranks(self._trainer))
+        self._link = measured(link_of(profile, self._options, local_ranks=local_ranks(self._trainer)), self._device)
         self._move_if(True, self._link)
 
     def _move_if(self, moves: bool, link: Link | None) -> None:
         """Start what moves activations: all that it is told to, since the plan has chosen."""
         if not moves or self._options is None or self._pack is not None:
             return
-        window = {} if link is None else {"max_inflight_bytes": link.window_bytes, "prefetch_bytes": link.window_bytes}
+        half = 0 if link is None else link.window_bytes // 2  # one for each way, since both may be on their way at once
+        window = {} if link is None else {"max_inflight_bytes": half, "prefetch_bytes": half}
         self._pack = self._start_engine(replace(self._options, move="all", keep_last=0, **window))
 
     def _elect(self, plan: Plan, planner: Planner) -> Plan:

@@ -35,12 +35,13 @@ class _Shared:
 
     def __init__(self) -> None:
         self.taken: _Peaks = {}  # from the others, by our resets
-        self.stretch: dict[str, int] | None = None  # from our stretch, by theirs; None while we measure nothing
+        self.stretches: dict[PeakCounter, dict[str, int]] = {}  # of ours, as far as the counters were reset in them
 
-    def measured(self, statistics: dict[str, Any]) -> dict[str, int]:
-        """Peaks of our stretch."""
-        before = self.stretch or {}
-        return {name: max(before.get(name, 0), statistics[name]["all"]["peak"]) for name in _TRACKED}
+    def note(self, statistics: dict[str, Any]) -> None:
+        """Remember peaks for all stretches of ours, since the counters are about to be reset."""
+        for stretch in self.stretches.values():
+            for name in _TRACKED:
+                stretch[name] = max(stretch.get(name, 0), statistics[name]["all"]["peak"])
 
     def take(self, statistics: dict[str, Any]) -> None:
         """Remember what the others will not see any more."""
@@ -105,8 +106,7 @@ class _StandIns:
             shared = self.devices.get(index)
             if shared is not None:
                 shared.taken.clear()
-                if shared.stretch is not None:
-                    shared.stretch = shared.measured(self.read(index))
+                shared.note(self.read(index))
             original(index)
             self.leave_if_idle()
 
@@ -114,7 +114,7 @@ class _StandIns:
 
     def leave_if_idle(self) -> None:
         """Put the functions back once nobody measures and nothing is owed to the others."""
-        idle = [index for index, shared in self.devices.items() if shared.stretch is None and not shared.taken]
+        idle = [index for index, shared in self.devices.items() if not shared.stretches and not shared.taken]
         for index in idle:
             del self.devices[index]
         if not self.devices:
@@ -148,16 +148,16 @@ class PeakCounter:
         self._stand_ins = _stand_ins.setdefault(device.type, _StandIns(device.type))
         self._stand_ins.install()
         self._shared = self._stand_ins.devices.setdefault(self._index, _Shared())
-        self._shared.stretch = {}
         self.take()
 
     def take(self) -> Reading:
         """What the counters say of the time since the last call; a new stretch begins."""
         statistics = self._stand_ins.read(self._index)
-        peaks = self._shared.measured(statistics)
+        self._shared.stretches.setdefault(self, {})
+        self._shared.note(statistics)
         self._shared.take(statistics)
-        self._shared.stretch = {}
         self._stand_ins.reset(self._index)
+        peaks, self._shared.stretches[self] = self._shared.stretches[self], {}
         return Reading(
             peaks["allocated_bytes"],
             peaks["reserved_bytes"],
@@ -167,5 +167,5 @@ class PeakCounter:
 
     def close(self) -> None:
         """Measure no more. What the others would read otherwise stays theirs."""
-        self._shared.stretch = None
+        self._shared.stretches.pop(self, None)
         self._stand_ins.leave_if_idle()

@@ -187,7 +187,10 @@ def _cure(trainer: pl.Trainer, phase: str, saved: int, allocated: int | None) ->
         )
     owners = treating(trainer)
     if not any(isinstance(owner, pl.Callback) for owner in owners):
-        return "`Trainer(callbacks=[ActivationCheckpointing()])`, which recomputes layers instead of keeping them."
+        return (
+            "`Trainer(callbacks=[ActivationCheckpointing()])`, which recomputes layers instead of keeping them, or "
+            "`ActivationCheckpointing(memory_budget='auto')`, which recomputes as many as it takes."
+        )
     cures = (owner.spare_more(trainer.strategy.root_device) for owner in owners)
     smaller = "a smaller batch with `Trainer(accumulate_grad_batches=...)`: the layers keep as little as they can."
     return next((cure for cure in cures if cure is not None), smaller)

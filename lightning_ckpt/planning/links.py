@@ -1,5 +1,7 @@
 """The link to host memory: how fast it is, and how much may be on its way."""
 
+from dataclasses import replace
+
 import torch
 
 from lightning_ckpt.offload import OffloadOptions
@@ -32,11 +34,25 @@ def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTE
     return Link(bytes_per_s, max(map(int, given), default=window), host_bytes)
 
 
-def measure_link(device: torch.device) -> float:
-    """Bytes per second between a device and pinned host memory, both ways at once; the slower way counts."""
-    host = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    here = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+def measured(link: Link, device: torch.device) -> Link:
+    """The same link with its real speed, both ways at once; the slower way counts.
+
+    What is copied meanwhile takes no more memory than the link's window, on the device and on the host.
+    """
+    nbytes = min(_PROBE_BYTES, link.window_bytes // 2, link.host_bytes // 2)
+    if not nbytes:
+        return link
+    bytes_per_s = _measure(device, nbytes)
+    torch.accelerator.empty_host_cache()  # the engine's slabs are to have all of it
+    return replace(link, bytes_per_s=bytes_per_s)
+
+
+def _measure(device: torch.device, nbytes: int) -> float:
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    here = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device), torch.Stream(device)]
+    for stream in streams:  # the memory may have been used before
+        stream.wait_stream(torch.accelerator.current_stream(device))
     pairs = [(host[0], here[0]), (here[1], host[1])]
     best = 0.0
     for _ in range(_PROBES):
@@ -51,5 +67,5 @@ def measure_link(device: torch.device) -> float:
         torch.accelerator.synchronize(device)
         seconds = max(start.elapsed_time(end) for start, end in marks) / 1e3
         if seconds > 0:
-            best = max(best, _PROBE_BYTES / seconds)
+            best = max(best, nbytes / seconds)
     return best or BYTES_PER_S

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.optim import Optimizer
 
 from lightning_ckpt.offload import OffloadOptions
@@ -18,7 +17,7 @@ from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, Step
 from lightning_ckpt.planning.profile import Profile, make_profile
 from lightning_ckpt.planning.treatment import Assignment, Treatment
-from lightning_ckpt.recompute.policy import resolve_policy
+from lightning_ckpt.recompute.policy import Operators, resolve_policy
 from lightning_ckpt.selection import select_layers
 from lightning_ckpt.selection.match import LayerPattern
 
@@ -97,7 +96,7 @@ def make_plan(
 
 def planner_by_preflight(
     preflight: Preflight,
-    operators: frozenset[OpOverload],
+    operators: Operators,
     options: OffloadOptions | None,
     link_bytes_per_s: float = BYTES_PER_S,
 ) -> Planner:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from torch._ops import OpOverload
-
 from lightning_ckpt.planning.budget import BudgetError
 from lightning_ckpt.planning.chain import Chain, Choice, Link, binding, cost, peak
 from lightning_ckpt.planning.frontier import Frontier, Point
@@ -11,6 +9,7 @@ from lightning_ckpt.planning.plan import LayerPlan, Plan, size
 from lightning_ckpt.planning.profile import Profile
 from lightning_ckpt.planning.solve import lowest, solve
 from lightning_ckpt.planning.treatment import Assignment, Treatment
+from lightning_ckpt.recompute.policy import Operators
 
 _REHEARSALS = 4  # of plans, each corrected by what the one before has shown
 _EXACT = 0.002  # of the budget, which is not worth another rehearsal
@@ -36,7 +35,7 @@ class Planner:
         rehearse: Callable[[Assignment], int] | None,
         link: Link | None = None,
         others: int = 0,
-        operators: frozenset[OpOverload] = frozenset(),
+        operators: Operators = frozenset(),
         measured: bool = False,
     ) -> None:
         self.profile = profile
@@ -44,9 +43,6 @@ class Planner:
         self._others = others
         self._operators = operators
         self._measured = measured
-        self._peaks: dict[tuple[Treatment, ...], int] = {}
-        if rehearse is not None:  # else peaks are put together from parts, for all plans in the same way
-            self._peaks = {tuple(self.uniform(each)): peak + others for each, peak in profile.peaks.items()}
         layers = [
             {
                 treatment: Choice(c.resident, c.transient, round(c.recompute_s * 1e9), c.moved)
@@ -63,6 +59,12 @@ class Planner:
             max(0, profile.floor + others),
             link,
         )
+        self._peaks: dict[tuple[Treatment, ...], int] = {}
+        if rehearse is not None:  # else peaks are put together from parts, for all plans in the same way
+            for treatment, seen in profile.peaks.items():
+                if all(treatment in choices for choices in layers):
+                    alike = self.uniform(treatment)
+                    self._peaks[tuple(alike)] = seen + others + self._under_way(alike)
 
     # ---------------------------------------------------------------- what plans come to
 
@@ -78,8 +80,14 @@ class Planner:
                 self._peaks[key] = peak(self._chain, treatments)
             else:
                 names = [layer.name for layer in self.profile.layers]
-                self._peaks[key] = self._rehearse(dict(zip(names, treatments, strict=True))) + self._others
+                rehearsed = self._rehearse(dict(zip(names, treatments, strict=True)))
+                self._peaks[key] = rehearsed + self._others + self._under_way(treatments)
         return self._peaks[key]
+
+    def _under_way(self, treatments: Sequence[Treatment]) -> int:
+        """Bytes that are on their way, and so still on the device: a rehearsal moves everything in no time."""
+        moved = sum(choice.moved for choice in self._chain.choices(treatments))
+        return 0 if self._chain.link is None else min(moved, self._chain.link.window_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -102,25 +110,27 @@ class Planner:
         plain = self.uniform(Treatment.KEEP)
         if self.kept_bytes <= limit:
             return self.describe(plain, limit)
-        target, best, tried = limit, None, set()
+        target, tried = limit, set()
+        best: tuple[int, Sequence[Treatment]] | None = None
         for _ in range(_REHEARSALS):
             solution = solve(self._chain, target)
             if solution is None or tuple(solution.plan) in tried:
                 break
             tried.add(tuple(solution.plan))
             actual = self.peak_of(solution.plan)
-            if actual <= limit and (best is None or solution.cost_ns < best.cost_ns):
-                best = solution
+            if actual <= limit and (best is None or solution.cost_ns < best[0]):
+                best = solution.cost_ns, solution.plan
             wrong = solution.peak - actual  # the parts do not add up to the whole
             if 0 <= wrong < _EXACT * limit:
                 break
             target = limit + wrong
-        if best is None:
-            best = lowest(self._chain)
-            least = self.peak_of(best.plan)
-            if least > limit:
-                raise BudgetError(self._below_the_floor(best.plan, least, limit))
-        return self.describe(best.plan, limit)
+        if best is not None:
+            return self.describe(best[1], limit)
+        lean = self._leanest()
+        least = self.peak_of(lean)
+        if least > limit:
+            raise BudgetError(self._below_the_floor(lean, least, limit))
+        return self.describe(lean, limit)
 
     def treatments_of(self, plan: Plan) -> list[Treatment]:
         """The treatments of a plan, in the order of the profile."""
@@ -128,7 +138,11 @@ class Planner:
 
     def least(self, limit: int) -> Plan:
         """The plan with the least peak, whatever the budget."""
-        return self.describe(lowest(self._chain).plan, limit)
+        return self.describe(self._leanest(), limit)
+
+    def _leanest(self) -> Sequence[Treatment]:
+        """The plan with the least peak: that of the parts, unless they are wrong and the simplest one needs less."""
+        return min(lowest(self._chain).plan, self.uniform(Treatment.RECOMPUTE), key=self.peak_of)
 
     def describe(self, treatments: Sequence[Treatment], limit: int) -> Plan:
         """A plan with these treatments."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
@@ -30,6 +29,7 @@ from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute
+from lightning_ckpt.recompute.policy import Operators
 from lightning_ckpt.recompute.untouched import untouched
 from lightning_ckpt.recompute.watch import unwatched
 
@@ -105,7 +105,7 @@ class Preflight:
         step: Step,
         *,
         optimizers: Sequence[Optimizer] | Callable[[nn.Module], Iterable[Optimizer]] = (),
-        operators: frozenset[OpOverload] = frozenset(),
+        operators: Operators = frozenset(),
         min_bytes: int = 256 * 2**10,
         device: torch.device | None = None,
         accumulates: bool = False,
@@ -214,7 +214,7 @@ class Preflight:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch logs a traceback where an operator cannot run on fake tensors; the error says it already."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FakeTensorMode.__module__)
     disabled, log.disabled = log.disabled, True
     try:
         yield
@@ -229,7 +229,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _treated(
-    layers: Mapping[str, nn.Module], assignment: Assignment, operators: frozenset[OpOverload], host: GhostHost
+    layers: Mapping[str, nn.Module], assignment: Assignment, operators: Operators, host: GhostHost
 ) -> Iterator[None]:
     """Treat layers as in training, with attachments of their own."""
     forwards = {name: layer.__dict__.pop("forward", None) for name, layer in layers.items()}

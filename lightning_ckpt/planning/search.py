@@ -90,7 +90,7 @@ class _Passes:
             if not front.size:
                 return fronts, NEVER, bound
             most = plain_labels if len(self._columns(front)) == 2 else labels
-            front, left_behind = _fewer(front, 2 * most)
+            front, left_behind = _fewer(front, most * 3 // 2)
             front = front[:, nondominated(self._columns(front))]
             front, left_behind_too = _fewer(front, most)
             bound = min(bound, left_behind, left_behind_too)

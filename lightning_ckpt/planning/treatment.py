@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-from torch._ops import OpOverload
-
 from lightning_ckpt.recompute import Recompute
 from lightning_ckpt.recompute.arguments import Keep
+from lightning_ckpt.recompute.policy import Operators
 
 
 class Treatment(StrEnum):
@@ -41,7 +40,7 @@ class Treatment(StrEnum):
 Assignment = Mapping[str, Treatment]
 
 
-def treat(recompute: Recompute, treatment: Treatment, operators: frozenset[OpOverload], pack: Keep | None) -> None:
+def treat(recompute: Recompute, treatment: Treatment, operators: Operators, pack: Keep | None) -> None:
     """Have a layer treated so from its next call on.
 
     Args:

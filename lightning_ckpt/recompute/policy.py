@@ -33,11 +33,15 @@ MATMUL = (
 )
 
 
+#: Operators whose results are kept.
+Operators = frozenset[OpOverload]
+
+
 class PolicyError(ValueError):
     """A policy names no operator whose result can be kept."""
 
 
-def resolve_policy(policy: Any) -> frozenset[OpOverload]:
+def resolve_policy(policy: Any) -> Operators:
     """The operators that a policy names.
 
     Args:

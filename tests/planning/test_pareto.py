@@ -6,7 +6,7 @@ import pytest
 from lightning_ckpt.planning.pareto import nondominated
 
 
-@pytest.mark.parametrize("count", [1, 40, 500])
+@pytest.mark.parametrize("count", [1, 40, 300])
 @pytest.mark.parametrize("most", [3, 10**6])  # many equals, and few
 @pytest.mark.parametrize("width", [2, 3, 5])
 def test_what_no_other_equals_or_beats_is_kept_once(width, most, count):

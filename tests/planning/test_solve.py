@@ -148,7 +148,7 @@ def test_no_plan_is_better(chain, where, exactly):
 
 
 @hypothesis.given(chains(), strategies.floats(0, 1))
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=200)
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
 def test_where_labels_are_left_behind_plans_still_fit_and_bounds_hold(chain, where):
     every = EveryPlan(chain)
     peaks = np.unique(every.peak[every.order])
