@@ -100,9 +100,9 @@ class Run:
     def peak(self) -> int:
         """The peak of a real step, counted."""
         recorder = StepRecorder(self.layers)
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        gradients = [each.grad for each in self.model.parameters()]
-        recorder.adopt([*self.model.parameters(), *self.model.buffers(), *gradients, *state, self.batch])
+        recorder.adopt([*self.model.parameters(), *self.model.buffers(), self.batch])
+        recorder.adopt(value for each in self.optimizer.state.values() for value in each.values())
+        recorder.adopt(each.grad for each in self.model.parameters())  # held by nobody else, so that they can go
         with recorder:
             self.train()
         return recorder.finish().peak

@@ -19,7 +19,6 @@ from lightning_ckpt.measure.work import tensors_of
 from lightning_ckpt.monitor.trainer import hands_out_iterator, model_tensors, optimizer_tensors
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.planning.budget import Budget, BudgetError
-from lightning_ckpt.planning.chain import Link
 from lightning_ckpt.planning.links import link_of, measured
 from lightning_ckpt.planning.make import profile_by_preflight, rehearsal, step_of
 from lightning_ckpt.planning.plan import Plan, size
@@ -27,6 +26,7 @@ from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, PreflightError
 from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, with_policy
 from lightning_ckpt.planning.profile import Profile
+from lightning_ckpt.planning.solver import Link
 from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute

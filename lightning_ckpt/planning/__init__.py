@@ -2,7 +2,7 @@
 
 `make_plan` is the whole interface for a model and a batch: the step is rehearsed on fake tensors under every treatment
 (`preflight`, `trace`), which gives what every layer costs (`profile`); the cheapest plan within the budget is solved
-for exactly (`chain`, `solve`), rehearsed in turn, and corrected where the parts did not add up (`planner`).
+for exactly (`solver`), rehearsed in turn, and corrected where the parts did not add up (`planner`).
 """
 
 from lightning_ckpt.planning.budget import Budget, BudgetError, parse_budget

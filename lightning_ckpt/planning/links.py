@@ -6,8 +6,8 @@ import torch
 
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.offload.budget import default_host_budget
-from lightning_ckpt.planning.chain import Link
 from lightning_ckpt.planning.profile import Profile
+from lightning_ckpt.planning.solver import Link
 
 #: Bytes per second, taken where the link is not there to be measured: PCIe 4.0 with 16 lanes, less its overhead.
 BYTES_PER_S = 2.2e10

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from lightning_ckpt.planning.budget import BudgetError
-from lightning_ckpt.planning.chain import Chain, Choice, Link, binding, cost, peak
 from lightning_ckpt.planning.frontier import Frontier, Point
 from lightning_ckpt.planning.plan import LayerPlan, Plan, size
 from lightning_ckpt.planning.profile import Profile
-from lightning_ckpt.planning.solve import lowest, solve
+from lightning_ckpt.planning.solver import Chain, Choice, Link, binding, cost, lowest, peak, solve
 from lightning_ckpt.planning.treatment import Assignment, Treatment
 from lightning_ckpt.recompute.policy import Operators
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_ckpt.planning.pareto import nondominated
+from lightning_ckpt.planning.solver.pareto import nondominated
 
 
 @pytest.mark.parametrize("count", [1, 40, 300])

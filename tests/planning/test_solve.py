@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from lightning_ckpt.planning import search
-from lightning_ckpt.planning.solve import Chain, Choice, Link, binding, cost, lowest, peak, solve
+from lightning_ckpt.planning.solver import search
+from lightning_ckpt.planning.solver import Chain, Choice, Link, binding, cost, lowest, peak, solve
 
 # ---------------------------------------------------------------- what a plan comes to, by hand
 
@@ -379,7 +379,7 @@ def test_the_plan_is_the_same_on_every_machine():
     chain = transformer(different(96), moves=True)
     solution = solve(chain, 20 * 10**9)
     assert not solution.exact  # so labels were left behind
-    assert (solution.cost_ns, zlib.crc32("".join(solution.plan).encode())) == (80017103, 392239506)
+    assert (solution.cost_ns, zlib.crc32("".join(solution.plan).encode())) == (80006509, 2715622700)
 
 
 # ---------------------------------------------------------------- what has no meaning

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.planning.pareto import Ints
-from lightning_ckpt.planning.problem import Option, Problem
+from lightning_ckpt.planning.solver.pareto import Ints
+from lightning_ckpt.planning.solver.problem import Option, Problem
 
 
 class Ending:

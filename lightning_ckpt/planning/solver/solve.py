@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from lightning_ckpt.planning.chain import Binding, Chain, Choice, K, Link, binding, cost, peak
-from lightning_ckpt.planning.problem import problem_of
-from lightning_ckpt.planning.search import NEVER, Found, search
-
-__all__ = ["Binding", "Chain", "Choice", "Link", "Solution", "binding", "cost", "lowest", "peak", "solve"]
+from lightning_ckpt.planning.solver.chain import Chain, K, cost, peak
+from lightning_ckpt.planning.solver.problem import problem_of
+from lightning_ckpt.planning.solver.search import NEVER, Found, search
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_ckpt.planning.bounds import Bounds
-from lightning_ckpt.planning.ending import Ending
-from lightning_ckpt.planning.pareto import Ints, nondominated
-from lightning_ckpt.planning.problem import Option, Problem
+from lightning_ckpt.planning.solver.bounds import Bounds
+from lightning_ckpt.planning.solver.ending import Ending
+from lightning_ckpt.planning.solver.pareto import Ints, nondominated
+from lightning_ckpt.planning.solver.problem import Option, Problem
 
-_FEWEST, _MOST = 64, 1_000  # labels that go on from a layer: in the first pass, in the second at most
-_EFFORT = 1_600_000  # labels that go on from a layer in the second pass, times the square of the number of layers
-_PLAIN_EFFORT = 200_000  # labels, times the number of layers, where only bytes and cost tell labels apart
+# How many labels go on from a layer: this bounds the time that a search takes.
+_FEWEST, _MOST = 64, 1_000  # in the first pass, and in the second at most
+_EFFORT = 1_600_000  # in the second, times the square of the number of layers
+_PLAIN_EFFORT = 200_000  # in the second where only bytes and cost tell labels apart, times the number of layers
 
 Worth = tuple[int, int]  # cost and peak of a plan, or what they are at least: less is better
 NEVER: Worth = (2**62, 2**62)
 
-# Rows of labels. Peak and cost are those until now, then raised to what is needed at least until the end.
+# Rows of labels: bytes that stay on the device, moved bytes, both as far as they are on the device, time that copies
+# still take, cost until now, peak at least until the end, cost at least until the end, and whether the peak is past.
 _HELD, _MOVED, _DEVICE, _QUEUE, _COST, _PEAK, _BOUND, _IS_PAST = range(8)
 
 

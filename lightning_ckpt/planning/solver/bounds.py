@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.planning.pareto import Ints
-from lightning_ckpt.planning.problem import Problem
+from lightning_ckpt.planning.solver.pareto import Ints
+from lightning_ckpt.planning.solver.problem import Problem
 
 _PRICES = (0.0, 1 / 16, 1 / 4, 1.0)
 

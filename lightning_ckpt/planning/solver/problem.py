@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ckpt.planning.chain import Chain, K
+from lightning_ckpt.planning.solver.chain import Chain, K
 
 
 @dataclass(frozen=True)
