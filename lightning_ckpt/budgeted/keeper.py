@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_ckpt.budgeted.ranks import Ranks
+from lightning_ckpt.budgeted.ranks import Ranks, communicates
 from lightning_ckpt.budgeted.watch import StepWatch
 from lightning_ckpt.measure.clock import make_clock
 from lightning_ckpt.measure.storage import StorageSizes
@@ -25,7 +26,7 @@ from lightning_ckpt.planning.plan import Plan, size
 from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, PreflightError
 from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, with_policy
-from lightning_ckpt.planning.profile import Profile
+from lightning_ckpt.planning.profile import LayerProfile, Profile
 from lightning_ckpt.planning.solver import Link
 from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
@@ -95,6 +96,7 @@ class BudgetKeeper:
         self._pack: Keep | None = None
         self._device: torch.device = trainer.strategy.root_device
         self._ranks = Ranks(trainer, who)
+        self._communicates = communicates(self._layers.values())
         self._stage: Stage | None = None
         self._steps = 0
         self._has_stepped = False
@@ -112,7 +114,11 @@ class BudgetKeeper:
         self._times: LayerTimes | None = None
         self._timed: list[tuple[dict[str, float], dict[str, float], float]] = []
         self._probes: list[str] = []
+        self._elected: dict[str, Treatment] = {}  # by all ranks, also for layers that this one has not seen yet
+        self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
+        self._all_steps = 0
         self._replanned = self._has_grown = False
+        self._is_blind = False  # a later batch cannot be rehearsed
 
     # ---------------------------------------------------------------- hooks
 
@@ -126,12 +132,14 @@ class BudgetKeeper:
             self._start(batch, tensors)
         if self._has_stepped:  # a plan changes between steps, when everybody has seen what the last one was
             self._has_stepped = False
+            self._all_steps += 1
             self._advance()
+            if self._ranks.called(self._all_steps):
+                self._plan_again()
         longest = list(map(max, zip_longest(self._longest, _dimensions(tensors), fillvalue=0)))
         if nbytes > self._largest or (longest != self._longest and self._preflight is not None):
             self._longest = longest
             self._grow(batch, nbytes)
-        self._adopt_proposed()
         if self._stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK):
             if self._watch is None:
                 traces = self._preflight is None and self._stage is not Stage.CHECK
@@ -154,7 +162,7 @@ class BudgetKeeper:
         if self._times is not None:
             self._timed.append(self._times.finish())
             self._times = None
-        self._has_stepped = self._has_stepped or (stepped and self._stage is not Stage.SETTLED)
+        self._has_stepped = self._has_stepped or stepped
 
     def drop(self) -> None:
         """Forget a micro-batch that has begun and does not end: `on_train_batch_start` has returned -1."""
@@ -239,19 +247,22 @@ class BudgetKeeper:
             self._others += excess if self._seen >= self._planned_for else max(0, excess)
 
     def _learn_cheapest(self, watch: StepWatch) -> None:
-        if watch.trace is None or watch.peak is None:
+        unknown = watch.trace is None or watch.peak is None
+        if self._ranks.failure("unknown" if unknown else None) is not None:
             rank_zero_warn(
                 f"{self._who}: what layers take cannot be measured here, since the backward holds an operator that "
                 "computes otherwise while it is watched. All of them are recomputed."
             )
             self._stage = Stage.SETTLED
             return
+        assert watch.trace is not None
+        assert watch.peak is not None
         self._profile = profile_of_cheapest(self._layers, watch.trace, self._cheapest.moves)
         self._others = watch.peak - watch.trace.peak
         self._find_link(self._profile)
         planner = self._planner(self._profile)
         self._first_plan(planner)  # an error if even this does not fit
-        self._probes = choose_probes(planner, self._limit) if self._operators else []
+        self._probes = self._ranks.common(choose_probes(planner, self._limit)) if self._operators else []
         if self._probes:
             self._stage = Stage.PROBE
             self._treat({name: Treatment.POLICY if name in self._probes else self._cheapest for name in self._layers})
@@ -277,21 +288,23 @@ class BudgetKeeper:
         self._measured = known, {key: value for key, value in seconds.items() if value}, whole - sum(again.values())
         self._timed.clear()
         planner = self._planner(self._profile)
+        elected = self._elected
         plan = self._elect(self._later_plan(planner), planner)
-        is_new = plan.assignment != assignment
+        is_new = self._elected != elected  # the same on all ranks, so that they go on with the same stage
         self._apply(plan, again=is_new)
         # Layers that are treated anew make copies until they have learned what changes in a call.
         self._steps, self._stage = 0, Stage.WARM_UP if is_new else Stage.CHECK
 
     def _check(self, watch: StepWatch) -> None:
         assert self.plan is not None
-        peak = self._ranks.most(watch.peak or 0)
         self._stage = Stage.SETTLED
-        if not peak:
+        own = watch.peak
+        excess = self._ranks.most(0 if own is None else own - self._limit)
+        if excess <= 0:
+            if own is not None:
+                rank_zero_info(f"{self._who}: the peak is {size(own)}, planned were {size(self.plan.peak_bytes)}.")
             return
-        if peak <= self._limit:
-            rank_zero_info(f"{self._who}: the peak is {size(peak)}, planned were {size(self.plan.peak_bytes)}.")
-            return
+        peak = self._limit + excess
         if self._replanned or self._profile is None:
             rank_zero_warn(
                 f"{self._who}: the peak is {size(peak)}, above the budget of {size(self._limit)}. A plan cannot do "
@@ -299,26 +312,30 @@ class BudgetKeeper:
             )
             return
         self._replanned = True
-        self._others += peak - self.plan.peak_bytes
-        planner = self._planner(self._profile)
+        if own is not None:
+            self._others += max(0, own - self.plan.peak_bytes)
         rank_zero_info(
-            f"{self._who}: the peak is {size(peak)} where {size(self.plan.peak_bytes)} were planned, above the budget "
-            f"of {size(self._limit)}, so the plan is made again."
+            f"{self._who}: the peak is {size(peak)}, above the budget of {size(self._limit)}, so the plan is made "
+            "again."
         )
-        self._apply(self._elect(self._later_plan(planner), planner))
+        self._plan_again()
         self._steps, self._stage = 0, Stage.WARM_UP
+
+    def _plan_again(self) -> None:
+        """One plan for all ranks, from what each knows now."""
+        assert self._profile is not None
+        planner = self._planner(self._profile)
+        self._apply(self._elect(self._wanted or self._later_plan(planner), planner))
 
     def _grow(self, batch: Any, nbytes: int) -> None:
         """A batch is larger than all before: the plan must hold for it."""
         ratio, self._largest = nbytes / max(1, self._largest), max(nbytes, self._largest)
         if self.plan is None or self._profile is None:
             return
-        if self._preflight is not None:
-            self._preflight, self._planned_for = self._make_preflight(batch), nbytes
-            if self._preflight.run(self.plan.assignment).peak + self._others <= self._limit:
-                return
-            self._profile = self._rehearse(self._preflight)
-        else:
+        fits = self._rehearse_larger(batch, nbytes)
+        if fits:
+            return
+        if fits is None:
             self._profile = self._profile.scaled(ratio)
         planner = self._planner(self._profile)
         room = int(_GROWTH * max(0, self.plan.peak_bytes - self._profile.base))
@@ -328,17 +345,27 @@ class BudgetKeeper:
         except BudgetError:
             plan = self._later_plan(planner)
         if self._ranks.several:
-            self._ranks.propose(list(map(str, planner.treatments_of(plan))))
-        else:
+            self._wanted = plan
+            self._ranks.call(self._all_steps)
+        if not self._ranks.several or not self._communicates:
             self._apply(plan, again=not self._has_grown)
         self._has_grown = True
 
-    def _adopt_proposed(self) -> None:
-        """Layers must be treated alike on all ranks, so a plan that one of them needs comes to all, one batch later."""
-        treatments = self._ranks.proposed()
-        if treatments is not None and self._profile is not None:
-            planner = self._planner(self._profile)
-            self._apply(planner.describe(list(map(Treatment, treatments)), self._limit))
+    def _rehearse_larger(self, batch: Any, nbytes: int) -> bool | None:
+        """Whether the plan holds for a larger batch, None if it cannot be rehearsed."""
+        if self._preflight is None or self._is_blind:
+            return None
+        assert self.plan is not None
+        known = self._profile
+        try:
+            preflight = self._make_preflight(batch)
+            if preflight.run(self.plan.assignment).peak + self._others > self._limit:
+                self._profile = self._rehearse(preflight)
+            self._preflight, self._planned_for = preflight, nbytes
+        except PreflightError:
+            self._is_blind = True
+            return None
+        return self._profile is known
 
     # ---------------------------------------------------------------- parts
 
@@ -350,6 +377,8 @@ class BudgetKeeper:
         trainer, module = self._trainer, self._module
         if not module.automatic_optimization:
             raise PreflightError("its optimization is manual")
+        if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+            raise PreflightError("its weights are sharded")
         if hands_out_iterator(trainer):
             raise PreflightError("`training_step` fetches its batches itself")
         return Preflight(
@@ -372,7 +401,7 @@ class BudgetKeeper:
         if measured is not None:
             forward, again, whole = measured
             profile = replace(profile.with_times(forward, again), step_s=whole)
-        rehearse = None if self._preflight is None else rehearsal(self._preflight)
+        rehearse = None if self._preflight is None or self._is_blind else rehearsal(self._preflight)
         return Planner(profile, rehearse, self._link, self._others, self._operators, measured is not None)
 
     def _find_limit(self, planner: Planner) -> None:
@@ -382,11 +411,16 @@ class BudgetKeeper:
 
     def _first_plan(self, planner: Planner) -> Plan:
         self._find_limit(planner)
+        plan = failure = None
         try:
-            return planner.plan(self._limit)
+            plan = planner.plan(self._limit)
         except BudgetError as error:
+            failure = str(error)
+        failure = self._ranks.failure(failure)
+        if plan is None or failure is not None:
             assert isinstance(self._budget, Budget)
-            raise BudgetError(f"`memory_budget={self._budget.written!r}`: {error}") from None
+            raise BudgetError(f"`memory_budget={self._budget.written!r}`: {failure}")
+        return plan
 
     def _later_plan(self, planner: Planner) -> Plan:
         """A plan in the middle of training, which goes on with the least that can be had."""
@@ -399,7 +433,9 @@ class BudgetKeeper:
 
     def _apply(self, plan: Plan, again: bool = True) -> None:
         self.plan = plan
-        self._treat(plan.assignment)
+        called = set() if self._profile is None else {layer.name for layer in self._profile.layers}
+        uncalled = {name: treatment for name, treatment in self._elected.items() if name not in called}
+        self._treat({**plan.assignment, **uncalled})
         if again:
             what = "final plan" if plan.measured else "plan"
             rank_zero_info("\n  ".join([f"{self._who}: {what}", *str(plan).splitlines()]))
@@ -424,9 +460,18 @@ class BudgetKeeper:
 
     def _elect(self, plan: Plan, planner: Planner) -> Plan:
         """One plan for all ranks: that of the rank that needs most."""
-        own = list(map(str, planner.treatments_of(plan)))
-        chosen = self._ranks.elect(plan.peak_bytes, own)
-        return plan if chosen == own else planner.describe(list(map(Treatment, chosen)), self._limit)
+        self._wanted = None
+        own = {layer.name: str(plan.assignment[layer.name]) for layer in planner.profile.layers}
+        # Peaks would not do: whoever needs little keeps much, and may fill its budget just as well.
+        chosen = self._ranks.elect(plan.kept_bytes - self._limit, own)
+        self._elected = {name: Treatment(treatment) for name, treatment in chosen.items()}
+        if chosen == own:
+            return plan
+        assert self._profile is not None
+        treatments = [self._elected.get(layer.name, self._cheapest) for layer in planner.profile.layers]
+        layers = tuple(map(_with_bound, self._profile.layers, treatments))
+        self._profile = replace(self._profile, layers=layers)
+        return self._planner(self._profile).describe(treatments, self._limit)
 
     def _present(self, tensors: list[Tensor]) -> list[Tensor]:
         parameters = model_tensors(self._module)
@@ -444,3 +489,11 @@ class BudgetKeeper:
 
 def _dimensions(tensors: list[Tensor]) -> list[int]:
     return [length for tensor in tensors for length in tensor.shape]
+
+
+def _with_bound(layer: LayerProfile, treatment: Treatment) -> LayerProfile:
+    """The layer with what it takes at most under a treatment, which may have been measured on another rank only."""
+    if treatment in layer.costs:
+        return layer
+    bound = replace(layer.costs[Treatment.KEEP], recompute_s=layer.costs[Treatment.RECOMPUTE].recompute_s)
+    return replace(layer, costs={**layer.costs, treatment: bound})

@@ -1,15 +1,17 @@
 """One plan on all ranks: which one it is, and when it changes."""
 
-import json
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import lightning.pytorch as pl
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from lightning_ckpt.agreement import gather
+from lightning_ckpt.agreement import Settings, gather
 
-_KEY = "lightning_ckpt/plan"
+_trainings = itertools.count()  # those of a process, and the callbacks in them, share one store
 
 
 class Ranks:
@@ -24,7 +26,8 @@ class Ranks:
         self._trainer = trainer
         self._who = who
         self.several = trainer.world_size > 1 and distributed.is_available() and distributed.is_initialized()
-        self._count = 0
+        self._training = next(_trainings)
+        self._elections = 0
 
     def failure(self, own: str | None) -> str | None:
         """Why something has failed on any rank, or None if it has not: every rank has to ask."""
@@ -35,23 +38,41 @@ class Ranks:
         """The largest number of all ranks: every rank has to ask."""
         return max(int(str(each["number"])) for each in gather(self._trainer, self._who, {"number": str(own)}))
 
-    def elect(self, peak: int, treatments: Sequence[str]) -> list[str]:
-        """The treatments of the rank whose peak is the highest: every rank has to ask."""
-        everybody = gather(self._trainer, self._who, {"peak": str(peak), "treatments": list(treatments)})
-        return list(max(everybody, key=lambda each: int(str(each["peak"])))["treatments"])
+    def common(self, own: Sequence[str]) -> list[str]:
+        """What is among the names of all ranks, in this rank's order: every rank has to ask."""
+        everybody = gather(self._trainer, self._who, {"names": list(own)})
+        return [name for name in own if all(name in each["names"] for each in everybody)]
 
-    def propose(self, treatments: Sequence[str]) -> None:
-        """Have all ranks, this one too, treat layers so from their next batch on; the first proposal counts."""
-        _get_default_store().compare_set(f"{_KEY}/{self._count}", "", json.dumps(list(treatments)))
+    def elect(self, need: int, treatments: Mapping[str, str]) -> dict[str, str]:
+        """The treatments of the rank that needs most, by layer: every rank has to ask."""
+        self._elections += 1  # whoever has called for one has it now
+        own: Settings = {"need": str(need), "layers": list(treatments), "treatments": list(treatments.values())}
+        chosen = max(gather(self._trainer, self._who, own), key=lambda each: int(str(each["need"])))
+        return dict(zip(chosen["layers"], chosen["treatments"], strict=True))
 
-    def proposed(self) -> list[str] | None:
-        """What has been proposed since this was asked last.
+    def call(self, step: int) -> None:
+        """Have all ranks elect a plan when they begin a later optimizer step than this one."""
+        _get_default_store().compare_set(self._key, "", str(step))
 
-        Ranks meet in every backward: what one of them wrote before its forward, all others see before their next one.
+    def called(self, step: int) -> bool:
+        """Whether an election is due at the beginning of this optimizer step: the same on all ranks.
+
+        Ranks meet in the backward of every step: what one of them wrote before it, all of them see after it. What is
+        seen earlier has to wait.
         """
-        key = f"{_KEY}/{self._count}"
-        if not self.several or not _get_default_store().check([key]):
-            return None
-        self._count += 1
-        treatments: list[str] = json.loads(_get_default_store().get(key))
-        return treatments
+        store = _get_default_store() if self.several else None
+        return store is not None and store.check([self._key]) and int(store.get(self._key)) < step
+
+    @property
+    def _key(self) -> str:
+        return f"lightning_ckpt/plan/{self._training}/{self._elections}"
+
+
+def communicates(layers: Iterable[nn.Module]) -> bool:
+    """Whether ranks may wait for each other inside layers, so that none may run one again unless all do."""
+    parts = [part for layer in layers for part in layer.modules()]
+    return any(
+        isinstance(part, (FullyShardedDataParallel, nn.SyncBatchNorm))
+        or any(isinstance(parameter, DTensor) for parameter in part._parameters.values())
+        for part in parts
+    )

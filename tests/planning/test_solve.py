@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from lightning_ckpt.planning.solver import search
-from lightning_ckpt.planning.solver import Chain, Choice, Link, binding, cost, lowest, peak, solve
+from lightning_ckpt.planning.solver import Chain, Choice, Link, binding, cost, lowest, peak, search, solve
 
 # ---------------------------------------------------------------- what a plan comes to, by hand
 
