@@ -3,37 +3,30 @@
 import enum
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_ckpt.budgeted.knowledge import Knowledge, Times
 from lightning_ckpt.budgeted.ranks import Ranks, communicates
 from lightning_ckpt.budgeted.watch import StepWatch
 from lightning_ckpt.measure.clock import make_clock
-from lightning_ckpt.measure.storage import StorageSizes
 from lightning_ckpt.measure.work import tensors_of
-from lightning_ckpt.monitor.trainer import hands_out_iterator, model_tensors, optimizer_tensors
+from lightning_ckpt.monitor.trainer import hands_out_iterator
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.planning.budget import Budget, BudgetError
-from lightning_ckpt.planning.links import link_of, measured
-from lightning_ckpt.planning.make import profile_by_preflight, rehearsal, step_of
 from lightning_ckpt.planning.plan import Plan, size
-from lightning_ckpt.planning.planner import Planner
-from lightning_ckpt.planning.preflight import Preflight, PreflightError
+from lightning_ckpt.planning.preflight import PreflightError
 from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, with_policy
-from lightning_ckpt.planning.profile import LayerProfile, Profile
-from lightning_ckpt.planning.solver import Link
 from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute
 from lightning_ckpt.recompute.arguments import Keep
 from lightning_ckpt.recompute.policy import Operators
-from lightning_ckpt.strategies import local_ranks
 
 _WARM_UP = 2  # optimizer steps in which the optimizer's state is made, and the first calls of layers are looked at
 _GROWTH = 0.1  # room that is left for batches that are longer still, as a part of what activations take
@@ -100,16 +93,11 @@ class BudgetKeeper:
         self._stage: Stage | None = None
         self._steps = 0
         self._has_stepped = False
-        self._preflight: Preflight | None = None
-        self._profile: Profile | None = None
-        self._link: Link | None = None
-        self._limit = 0
-        self._others = 0
+        self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
         self._largest = 0  # bytes of a batch that the plan holds for
         self._longest: list[int] = []  # the longest of all dimensions in batches that it holds for
         self._planned_for = 0  # of the batch that it was made from
         self._seen = 0  # of the largest one while memory is measured
-        self._measured: tuple[dict[str, float], dict[tuple[str, Treatment], float], float] | None = None
         self._watch: StepWatch | None = None
         self._times: LayerTimes | None = None
         self._timed: list[tuple[dict[str, float], dict[str, float], float]] = []
@@ -118,7 +106,6 @@ class BudgetKeeper:
         self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
         self._all_steps = 0
         self._replanned = self._has_grown = False
-        self._is_blind = False  # a later batch cannot be rehearsed
 
     # ---------------------------------------------------------------- hooks
 
@@ -137,16 +124,16 @@ class BudgetKeeper:
             if self._ranks.called(self._all_steps):
                 self._plan_again()
         longest = list(map(max, zip_longest(self._longest, _dimensions(tensors), fillvalue=0)))
-        if nbytes > self._largest or (longest != self._longest and self._preflight is not None):
+        if nbytes > self._largest or (longest != self._longest and self._knowledge.is_rehearsed):
             self._longest = longest
             self._grow(batch, nbytes)
         if self._stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK):
             if self._watch is None:
-                traces = self._preflight is None and self._stage is not Stage.CHECK
+                traces = not self._knowledge.is_rehearsed and self._stage is not Stage.CHECK
                 self._watch = StepWatch(self._device, self._layers, traces)
                 self._seen = 0
             self._seen = max(self._seen, nbytes)
-            self._watch.begin(self._present(tensors))
+            self._watch.begin(self._knowledge.present(tensors))
         elif self._stage is Stage.TIMES:
             self._times = LayerTimes(self._recomputed, make_clock(self._device))
 
@@ -184,31 +171,28 @@ class BudgetKeeper:
     def _start(self, batch: Any, tensors: list[Tensor]) -> None:
         self._stage = Stage.WARM_UP
         if isinstance(self._budget, Plan):
-            self._limit = self._budget.budget_bytes
-            self._move_if(any(layer.treatment.moves for layer in self._budget.layers), None)
+            if any(layer.treatment.moves for layer in self._budget.layers):
+                self._start_moving()
             self._apply(self._budget)
             return
         failure = None
         try:
-            self._preflight = self._make_preflight(batch)
-            self._profile = self._rehearse(self._preflight)
+            self._knowledge.rehearse(batch, tensors)
         except PreflightError as error:
-            self._preflight, failure = None, str(error)
+            failure = str(error)
         failure = self._ranks.failure(failure)
         if failure is not None:
-            self._preflight = self._profile = None
-            self._move_if(self._options is not None, None)
+            self._knowledge.forget()
+            self._start_moving()
             self._treat(dict.fromkeys(self._layers, self._cheapest))
             rank_zero_info(
                 f"{self._who}: the step cannot be rehearsed without data ({failure}), so its first batches are "
                 "measured, with every layer recomputed."
             )
             return
-        assert self._profile is not None
-        self._others = self._unknown_bytes(tensors)
-        self._find_link(self._profile)
-        planner = self._planner(self._profile)
-        self._apply(self._elect(self._first_plan(planner), planner))
+        self._knowledge.measure_link()
+        self._start_moving()
+        self._apply(self._elect(self._first_plan()))
 
     def _advance(self) -> None:
         """An optimizer step is over: what it has shown, and what the next one is for."""
@@ -218,19 +202,19 @@ class BudgetKeeper:
             watch.close()
         self._steps += 1
         if stage is Stage.WARM_UP and self._steps == _WARM_UP:
-            is_final = isinstance(self._budget, Plan) or self._measured is not None
+            is_final = isinstance(self._budget, Plan) or self._knowledge.times is not None
             self._stage = Stage.CHECK if is_final else Stage.MEMORY
         elif stage is Stage.MEMORY:
             assert watch is not None
-            if self._preflight is not None:
+            if self._knowledge.is_rehearsed:
                 self._correct(watch)
                 self._stage = Stage.TIMES
             else:
                 self._learn_cheapest(watch)
         elif stage is Stage.PROBE:
             assert watch is not None
-            if watch.trace is not None and self._profile is not None:
-                self._profile = with_policy(self._profile, watch.trace, self._probes)
+            if watch.trace is not None and self._knowledge.profile is not None:
+                self._knowledge.profile = with_policy(self._knowledge.profile, watch.trace, self._probes)
             self._plan_measured()
         elif stage is Stage.TIMES:
             self._learn_times()
@@ -244,7 +228,7 @@ class BudgetKeeper:
         if watch.peak is not None:
             excess = watch.peak - self.plan.peak_bytes
             # A smaller batch than that of the plan must not make room for more than there is.
-            self._others += excess if self._seen >= self._planned_for else max(0, excess)
+            self._knowledge.others += excess if self._seen >= self._planned_for else max(0, excess)
 
     def _learn_cheapest(self, watch: StepWatch) -> None:
         unknown = watch.trace is None or watch.peak is None
@@ -257,12 +241,13 @@ class BudgetKeeper:
             return
         assert watch.trace is not None
         assert watch.peak is not None
-        self._profile = profile_of_cheapest(self._layers, watch.trace, self._cheapest.moves)
-        self._others = watch.peak - watch.trace.peak
-        self._find_link(self._profile)
-        planner = self._planner(self._profile)
-        self._first_plan(planner)  # an error if even this does not fit
-        self._probes = self._ranks.common(choose_probes(planner, self._limit)) if self._operators else []
+        knowledge = self._knowledge
+        knowledge.profile = profile_of_cheapest(self._layers, watch.trace, self._cheapest.moves)
+        knowledge.others = watch.peak - watch.trace.peak
+        knowledge.measure_link()
+        self._first_plan()  # an error if even this does not fit
+        own = choose_probes(knowledge.planner, knowledge.limit) if self._operators else []
+        self._probes = self._ranks.common(own)
         if self._probes:
             self._stage = Stage.PROBE
             self._treat({name: Treatment.POLICY if name in self._probes else self._cheapest for name in self._layers})
@@ -271,25 +256,24 @@ class BudgetKeeper:
 
     def _plan_measured(self) -> None:
         """What layers take is known as far as it can be: a plan, whose times are still those by formula."""
-        assert self._profile is not None
-        planner = self._planner(self._profile)
-        self._apply(self._elect(self._later_plan(planner), planner))
+        self._apply(self._elect(self._later_plan()))
         self._stage = Stage.TIMES
 
     def _learn_times(self) -> None:
         assert self.plan is not None
-        assert self._profile is not None
         forward = {name: sum(each[0].get(name, 0.0) for each in self._timed) for name in self._layers}
         again = {name: sum(each[1].get(name, 0.0) for each in self._timed) for name in self._layers}
         whole = sum(each[2] for each in self._timed)
         assignment = self.plan.assignment
         seconds = {(name, assignment[name]): again[name] for name in assignment if assignment[name].recomputes}
-        known = {name: value for name, value in forward.items() if value}  # compiled layers do not tell
-        self._measured = known, {key: value for key, value in seconds.items() if value}, whole - sum(again.values())
+        self._knowledge.times = Times(
+            {name: value for name, value in forward.items() if value},  # compiled layers do not tell
+            {key: value for key, value in seconds.items() if value},
+            whole - sum(again.values()),
+        )
         self._timed.clear()
-        planner = self._planner(self._profile)
         elected = self._elected
-        plan = self._elect(self._later_plan(planner), planner)
+        plan = self._elect(self._later_plan())
         is_new = self._elected != elected  # the same on all ranks, so that they go on with the same stage
         self._apply(plan, again=is_new)
         # Layers that are treated anew make copies until they have learned what changes in a call.
@@ -298,52 +282,46 @@ class BudgetKeeper:
     def _check(self, watch: StepWatch) -> None:
         assert self.plan is not None
         self._stage = Stage.SETTLED
-        own = watch.peak
-        excess = self._ranks.most(0 if own is None else own - self._limit)
+        own, limit = watch.peak, self._knowledge.limit
+        excess = self._ranks.most(0 if own is None else own - limit)
         if excess <= 0:
             if own is not None:
                 rank_zero_info(f"{self._who}: the peak is {size(own)}, planned were {size(self.plan.peak_bytes)}.")
             return
-        peak = self._limit + excess
-        if self._replanned or self._profile is None:
-            rank_zero_warn(
-                f"{self._who}: the peak is {size(peak)}, above the budget of {size(self._limit)}. A plan cannot do "
-                "more here: give a smaller budget, or a smaller batch."
-            )
+        above = f"{self._who}: the peak is {size(limit + excess)}, above the budget of {size(limit)}"
+        if self._replanned or self._knowledge.profile is None:
+            rank_zero_warn(f"{above}. A plan cannot do more here: give a smaller budget, or a smaller batch.")
             return
         self._replanned = True
         if own is not None:
-            self._others += max(0, own - self.plan.peak_bytes)
-        rank_zero_info(
-            f"{self._who}: the peak is {size(peak)}, above the budget of {size(self._limit)}, so the plan is made "
-            "again."
-        )
+            self._knowledge.others += max(0, own - self.plan.peak_bytes)
+        rank_zero_info(f"{above}, so the plan is made again.")
         self._plan_again()
         self._steps, self._stage = 0, Stage.WARM_UP
 
     def _plan_again(self) -> None:
         """One plan for all ranks, from what each knows now."""
-        assert self._profile is not None
-        planner = self._planner(self._profile)
-        self._apply(self._elect(self._wanted or self._later_plan(planner), planner))
+        self._apply(self._elect(self._wanted or self._later_plan()))
 
     def _grow(self, batch: Any, nbytes: int) -> None:
         """A batch is larger than all before: the plan must hold for it."""
         ratio, self._largest = nbytes / max(1, self._largest), max(nbytes, self._largest)
-        if self.plan is None or self._profile is None:
+        knowledge = self._knowledge
+        if self.plan is None or knowledge.profile is None:
             return
-        fits = self._rehearse_larger(batch, nbytes)
+        fits = knowledge.holds(self.plan.assignment, batch)
+        if fits is None:
+            knowledge.profile = knowledge.profile.scaled(ratio)
+        else:
+            self._planned_for = nbytes
         if fits:
             return
-        if fits is None:
-            self._profile = self._profile.scaled(ratio)
-        planner = self._planner(self._profile)
-        room = int(_GROWTH * max(0, self.plan.peak_bytes - self._profile.base))
+        room = int(_GROWTH * max(0, self.plan.peak_bytes - knowledge.profile.base))
         try:
-            plan = planner.plan(self._limit - room)  # so that the next longer batch needs no other one
+            plan = knowledge.planner.plan(knowledge.limit - room)  # so that the next longer batch needs no other one
             self._largest = max(self._largest, int(nbytes * (1 + _GROWTH)))
         except BudgetError:
-            plan = self._later_plan(planner)
+            plan = self._later_plan()
         if self._ranks.several:
             self._wanted = plan
             self._ranks.call(self._all_steps)
@@ -351,69 +329,16 @@ class BudgetKeeper:
             self._apply(plan, again=not self._has_grown)
         self._has_grown = True
 
-    def _rehearse_larger(self, batch: Any, nbytes: int) -> bool | None:
-        """Whether the plan holds for a larger batch, None if it cannot be rehearsed."""
-        if self._preflight is None or self._is_blind:
-            return None
-        assert self.plan is not None
-        known = self._profile
-        try:
-            preflight = self._make_preflight(batch)
-            if preflight.run(self.plan.assignment).peak + self._others > self._limit:
-                self._profile = self._rehearse(preflight)
-            self._preflight, self._planned_for = preflight, nbytes
-        except PreflightError:
-            self._is_blind = True
-            return None
-        return self._profile is known
-
     # ---------------------------------------------------------------- parts
 
     @property
     def _cheapest(self) -> Treatment:
         return Treatment.RECOMPUTE if self._pack is None else Treatment.RECOMPUTE_OFFLOAD
 
-    def _make_preflight(self, batch: Any) -> Preflight:
-        trainer, module = self._trainer, self._module
-        if not module.automatic_optimization:
-            raise PreflightError("its optimization is manual")
-        if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-            raise PreflightError("its weights are sharded")
-        if hands_out_iterator(trainer):
-            raise PreflightError("`training_step` fetches its batches itself")
-        return Preflight(
-            module,
-            batch,
-            self._layers,
-            step_of(module),
-            optimizers=trainer.optimizers,
-            operators=self._operators,
-            accumulates=trainer.accumulate_grad_batches > 1,
-            around_step=trainer.strategy.precision_plugin.train_step_context,
-            min_bytes=int((self._options or OffloadOptions()).min_bytes),
-        )
-
-    def _rehearse(self, preflight: Preflight) -> Profile:
-        return profile_by_preflight(preflight, bool(self._operators), self._options is not None)
-
-    def _planner(self, profile: Profile) -> Planner:
-        measured = self._measured
-        if measured is not None:
-            forward, again, whole = measured
-            profile = replace(profile.with_times(forward, again), step_s=whole)
-        rehearse = None if self._preflight is None or self._is_blind else rehearsal(self._preflight)
-        return Planner(profile, rehearse, self._link, self._others, self._operators, measured is not None)
-
-    def _find_limit(self, planner: Planner) -> None:
-        """What the budget comes to: once, but for fractions, whose ends become better known."""
-        if isinstance(self._budget, Budget) and (not self._limit or self._budget.kind == "fraction"):
-            self._limit = self._budget.bytes(planner.recomputed_bytes, planner.kept_bytes, self._device)
-
-    def _first_plan(self, planner: Planner) -> Plan:
-        self._find_limit(planner)
-        plan = failure = None
+    def _first_plan(self) -> Plan:
+        planner, plan, failure = self._knowledge.planner, None, None
         try:
-            plan = planner.plan(self._limit)
+            plan = planner.plan(self._knowledge.limit)
         except BudgetError as error:
             failure = str(error)
         failure = self._ranks.failure(failure)
@@ -422,18 +347,19 @@ class BudgetKeeper:
             raise BudgetError(f"`memory_budget={self._budget.written!r}`: {failure}")
         return plan
 
-    def _later_plan(self, planner: Planner) -> Plan:
+    def _later_plan(self) -> Plan:
         """A plan in the middle of training, which goes on with the least that can be had."""
-        self._find_limit(planner)
+        planner = self._knowledge.planner
         try:
-            return planner.plan(self._limit)
+            return planner.plan(self._knowledge.limit)
         except BudgetError as error:
             rank_zero_warn(f"{self._who}: {error} Training goes on with the least memory that can be had.")
-            return planner.least(self._limit)
+            return planner.least(self._knowledge.limit)
 
     def _apply(self, plan: Plan, again: bool = True) -> None:
         self.plan = plan
-        called = set() if self._profile is None else {layer.name for layer in self._profile.layers}
+        profile = self._knowledge.profile
+        called = set() if profile is None else {layer.name for layer in profile.layers}
         uncalled = {name: treatment for name, treatment in self._elected.items() if name not in called}
         self._treat({**plan.assignment, **uncalled})
         if again:
@@ -444,56 +370,28 @@ class BudgetKeeper:
         for each in self._recomputed:
             treat(each, assignment.get(each.name, Treatment.KEEP), self._operators, self._pack)
 
-    def _find_link(self, profile: Profile) -> None:
-        if self._options is None:
+    def _start_moving(self) -> None:
+        """Start what moves activations, if anything may be: all that it is told to, since the plan has chosen."""
+        if self._options is None or self._pack is not None:
             return
-        self._link = measured(link_of(profile, self._options, local_ranks=local_ranks(self._trainer)), self._device)
-        self._move_if(True, self._link)
+        options = replace(self._options, move="all", keep_last=0)
+        link = self._knowledge.link
+        if link is not None:  # half of the window for each way, since both may be on their way at once
+            half = link.window_bytes // 2
+            options = replace(options, max_inflight_bytes=half, prefetch_bytes=half)
+        self._pack = self._start_engine(options)
 
-    def _move_if(self, moves: bool, link: Link | None) -> None:
-        """Start what moves activations: all that it is told to, since the plan has chosen."""
-        if not moves or self._options is None or self._pack is not None:
-            return
-        half = 0 if link is None else link.window_bytes // 2  # one for each way, since both may be on their way at once
-        window = {} if link is None else {"max_inflight_bytes": half, "prefetch_bytes": half}
-        self._pack = self._start_engine(replace(self._options, move="all", keep_last=0, **window))
-
-    def _elect(self, plan: Plan, planner: Planner) -> Plan:
+    def _elect(self, plan: Plan) -> Plan:
         """One plan for all ranks: that of the rank that needs most."""
         self._wanted = None
-        own = {layer.name: str(plan.assignment[layer.name]) for layer in planner.profile.layers}
+        knowledge = self._knowledge
+        assert knowledge.profile is not None
+        own = {layer.name: str(plan.assignment[layer.name]) for layer in knowledge.profile.layers}
         # Peaks would not do: whoever needs little keeps much, and may fill its budget just as well.
-        chosen = self._ranks.elect(plan.kept_bytes - self._limit, own)
+        chosen = self._ranks.elect(plan.kept_bytes - knowledge.limit, own)
         self._elected = {name: Treatment(treatment) for name, treatment in chosen.items()}
-        if chosen == own:
-            return plan
-        assert self._profile is not None
-        treatments = [self._elected.get(layer.name, self._cheapest) for layer in planner.profile.layers]
-        layers = tuple(map(_with_bound, self._profile.layers, treatments))
-        self._profile = replace(self._profile, layers=layers)
-        return self._planner(self._profile).describe(treatments, self._limit)
-
-    def _present(self, tensors: list[Tensor]) -> list[Tensor]:
-        parameters = model_tensors(self._module)
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        return list(chain(parameters, gradients, optimizer_tensors(self._trainer), tensors))
-
-    def _unknown_bytes(self, tensors: list[Tensor]) -> int:
-        """Bytes in use on the device that belong to nothing a rehearsal knows of."""
-        if self._device.type == "cpu":
-            return 0
-        known = StorageSizes()
-        known.add_all(tensor for tensor in self._present(tensors) if tensor.device == self._device)
-        return max(0, torch.accelerator.memory_allocated(self._device) - known.bytes_without())
+        return plan if chosen == own else knowledge.describe(self._elected, self._cheapest)
 
 
 def _dimensions(tensors: list[Tensor]) -> list[int]:
     return [length for tensor in tensors for length in tensor.shape]
-
-
-def _with_bound(layer: LayerProfile, treatment: Treatment) -> LayerProfile:
-    """The layer with what it takes at most under a treatment, which may have been measured on another rank only."""
-    if treatment in layer.costs:
-        return layer
-    bound = replace(layer.costs[Treatment.KEEP], recompute_s=layer.costs[Treatment.RECOMPUTE].recompute_s)
-    return replace(layer, costs={**layer.costs, treatment: bound})

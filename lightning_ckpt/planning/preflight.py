@@ -28,7 +28,7 @@ from lightning_ckpt.planning.huggingface import unpacked_sequences
 from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
-from lightning_ckpt.recompute import Recompute
+from lightning_ckpt.recompute import Recompute, attached
 from lightning_ckpt.recompute.policy import Operators
 from lightning_ckpt.recompute.untouched import untouched
 from lightning_ckpt.recompute.watch import unwatched
@@ -158,7 +158,7 @@ class Preflight:
         recorder.adopt(faker.made())
         host = GhostHost(module, self.device, self._min_bytes)
         reparametrized = _reparametrize_module(module, swapped, tie_weights=True)
-        treated = _treated(self.layers, assignment, self._operators, host)
+        treated = _treated(module, self.layers, assignment, self._operators, host)
         with contextlib.closing(recorder), reparametrized, treated, faker.mode:
             host.learn()
             optimizers = [] if self._optimizer is not None else list(self._fake_optimizers(module, faker))
@@ -229,28 +229,45 @@ def _eager() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _treated(
-    layers: Mapping[str, nn.Module], assignment: Assignment, operators: Operators, host: GhostHost
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    assignment: Assignment,
+    operators: Operators,
+    host: GhostHost,
 ) -> Iterator[None]:
-    """Treat layers as in training, with attachments of their own."""
-    forwards = {name: layer.__dict__.pop("forward", None) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        forward = forwards[name]
-        inner = forward.previous if isinstance(forward, Recompute) else forward
+    """Treat layers as in training, with attachments of their own: real ones must learn nothing from a rehearsal."""
+    names = {id(layer): name for name, layer in layers.items()}
+    forwards = []
+    for layer in module.modules():
+        name, present = names.get(id(layer)), attached(layer)
+        if name is None and present is None:
+            continue
+        forward = layer.__dict__.pop("forward", None)
+        forwards.append((layer, forward))
+        inner = forward if present is None else present.previous
         if inner is not None:
             layer.forward = inner
-        treatment = assignment.get(name, Treatment.KEEP)
-        if treatment is not Treatment.KEEP:
-            recompute = Recompute(layer, name, "off", (), frozenset())
-            recompute.inventory.learned.nothing_more()
-            treat(recompute, treatment, operators, host.pack)
-            layer.forward = recompute
+        if name is None:  # somebody else's
+            assert present is not None
+            twin = _attachment(layer, present.name)
+            twin.recomputes, twin.policy = present.recomputes, present.policy
+            twin.keep = None if present.keep is None else host.pack
+        elif assignment.get(name, Treatment.KEEP) is not Treatment.KEEP:
+            treat(_attachment(layer, name), assignment[name], operators, host.pack)
     try:
         yield
     finally:
-        for name, layer in layers.items():
+        for layer, forward in forwards:
             layer.__dict__.pop("forward", None)
-            if forwards[name] is not None:
-                layer.forward = forwards[name]
+            if forward is not None:
+                layer.forward = forward
+
+
+def _attachment(layer: nn.Module, name: str) -> Recompute:
+    recompute = Recompute(layer, name, "off", (), frozenset())
+    recompute.inventory.learned.nothing_more()
+    layer.forward = recompute
+    return recompute
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

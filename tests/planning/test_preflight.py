@@ -20,7 +20,7 @@ from lightning_ckpt.planning.make import step_of
 from lightning_ckpt.planning.preflight import Preflight, PreflightError
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
-from lightning_ckpt.recompute import attach
+from lightning_ckpt.recompute import attach, attached
 from lightning_ckpt.recompute.policy import resolve_policy
 from lightning_ckpt.selection import select_layers
 from tests.planning.models import KINDS, Mlp
@@ -437,3 +437,16 @@ def test_meta_and_real_weights_take_the_same():
         for module, batch in ((absent, WIDE.to("meta")), (here, WIDE))
     ]
     assert peaks[0] == peaks[1]
+
+
+def test_layers_that_somebody_else_recomputes_learn_nothing_from_a_rehearsal():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()) for _ in range(3)))
+    others = [attach(model[i], str(i)) for i in (0, 1)]
+    preflight = Preflight(model, torch.zeros(16, 8), {"2": model[2]}, lambda module, x: module(x).square().mean())
+    recomputed = preflight.run({}).calls[0].before
+    assert [other.inventory.learned.calls for other in others] == [0, 0]
+    assert [attached(model[i]) for i in (0, 1)] == others
+    for other in others:
+        other.recomputes = False
+    assert preflight.run({}).calls[0].before > recomputed  # they are treated as they are now
