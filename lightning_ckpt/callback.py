@@ -84,7 +84,8 @@ class ActivationCheckpointing(pl.Callback):
             number of bytes; ``80%`` of the device's memory; a fraction between all layers recomputed (0.0) and all kept
             (1.0); or ``auto``, what is free on the device but for a tenth of it. With ``offload``, activations
             may wait in host memory, too.
-        plan: A plan that was made before, or the file of one: layers are treated as it says.
+        plan: A plan that was made before, or the file of one (``python train.py plan --save``): layers are treated as
+            it says.
 
     Raises:
         SelectionError: A ``ValueError``: ``every_n_layers`` is no integer of at least 1, both ``layers`` and
@@ -178,7 +179,7 @@ class ActivationCheckpointing(pl.Callback):
         if self.memory_budget is not None:
             given["memory_budget"] = self.memory_budget
         if self.plan is not None:
-            given["plan"] = self.plan if isinstance(self.plan, str) else "..."
+            given["plan"] = self.plan if isinstance(self.plan, str) else f"{len(self.plan.layers)} layers"
         return f"ActivationCheckpointing({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @override

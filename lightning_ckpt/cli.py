@@ -16,12 +16,14 @@ from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
 from lightning_ckpt.plan_command import PlanCommand, PlanRun
-from lightning_ckpt.planning import BudgetError, PlanFileError
+from lightning_ckpt.planning import BudgetError, PlanFileError, PreflightError
+from lightning_ckpt.planning.picture import PictureError
 from lightning_ckpt.recompute.policy import PolicyError
 from lightning_ckpt.selection import SelectionError
 
 _KEY = "ckpt"
 _PLAN = "plan"
+_OURS = (SelectionError, OffloadError, PolicyError, BudgetError, PlanFileError, PictureError)
 _PLAIN_TRAINER: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -70,9 +72,10 @@ class CheckpointCLIMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
+        except PreflightError as error:
+            self.parser.error(f"the step cannot be rehearsed: {error}.")  # type: ignore[attr-defined]
         except ValueError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
-            is_ours = isinstance(error, (SelectionError, OffloadError, PolicyError, BudgetError, PlanFileError))
-            sentence = str(error) if is_ours else _own_sentence(error)
+            sentence = str(error) if isinstance(error, _OURS) else _own_sentence(error)
             if sentence is None:
                 raise
             self.parser.error(sentence)  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """`python train.py plan`: what to keep, recompute and offload, before a single step is trained."""
 
+import textwrap
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,6 +39,8 @@ class PlanCommand:
         link_bytes_per_s: float = BYTES_PER_S,
         save: str | None = None,
         picture: str | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Work out what to keep, recompute and offload for `--ckpt.memory_budget`, without training a step.
 
@@ -46,12 +49,14 @@ class PlanCommand:
             datamodule: Its data, of which one batch is looked at.
             batch_size: Rows of the batch to plan for, or ``max`` for the largest batch that fits. Default: those of the
                 batch that the data gives.
-            device_memory: Memory of the device to plan for, such as ``80GiB``. Default: that of this machine.
+            device_memory: Memory of the device to plan for, such as ``80GiB``. Default: that of this machine's CPU.
             flops_per_s: Floating-point operations per second of that device, for the times.
             bytes_per_s: Bytes per second of that device's memory, for the times.
             link_bytes_per_s: Bytes per second between that device and its host, each way.
             save: File to write the plan to (YAML); train with it by ``--ckpt.plan``.
             picture: File to draw time against peak memory to (png, svg, pdf).
+            ckpt_path: Of no use here; configurations of ``fit`` have it.
+            weights_only: Of no use here; configurations of ``fit`` have it.
         """
 
 
@@ -74,6 +79,11 @@ class PlanRun:
         callback: ActivationCheckpointing,
         arguments: dict[str, Any],
     ) -> None:
+        if callback.plan is not None:
+            raise BudgetError(
+                f"`--ckpt.plan {callback.plan}` is a plan already: train with it, or leave it out and give "
+                "`--ckpt.memory_budget`."
+            )
         self._trainer = trainer
         self._model = model
         self._datamodule = datamodule
@@ -109,12 +119,12 @@ class PlanRun:
             raise BudgetError(f"`memory_budget={self._budget.written!r}`: {error}") from None
         frontier = planner.frontier(planner.rules())
         print("\n\n".join([self._head(batch), plan_table(plan), frontier_table(frontier), self._caveats()]))
-        if self._picture is not None:
-            draw_frontier(frontier, plan.budget_bytes, self._picture)
         if self._save is not None:
             classes = {name: type(layer).__name__ for name, layer in preflight.layers.items()}
             save_plan(plan, self._save, classes)
             print(f"\nThe plan is in {self._save}: train with `--ckpt.plan {self._save}`.")
+        if self._picture is not None:
+            draw_frontier(frontier, plan.budget_bytes, self._picture)
         return plan
 
     # ---------------------------------------------------------------- model and data
@@ -205,14 +215,13 @@ class PlanRun:
             "Times are calculated (roofline model) from numbers of operations and bytes at "
             f"{self._rates.flops_per_s / 1e12:,.4g} TFLOP/s and {self._rates.bytes_per_s / 1e9:,.4g} GB/s. Training "
             "measures them, and plans again.",
+            "Bytes are those of a CPU. On an accelerator other kernels run: dropout masks take a quarter there, "
+            "attention may keep less or more, workspaces and fragments of the allocator come on top, and strategies of "
+            "several ranks add buffers or shard weights.",
         ]
-        if self._device_bytes is not None or torch.accelerator.current_accelerator() is None:
-            lines.append(
-                "Bytes are those of this machine's CPU. On an accelerator other kernels run: dropout masks take a "
-                "quarter there, attention may keep less or more, workspaces and fragments of the allocator come on "
-                "top, and strategies of several ranks add buffers or shard weights."
-            )
-        return "\n".join(lines)
+        if self._options is not None:
+            lines.append(f"Copies to host memory are planned at {self._link_bytes_per_s / 1e9:,.4g} GB/s each way.")
+        return "\n".join(textwrap.fill(line, 120) for line in lines)
 
 
 def _read_rows(written: int | str | None) -> int | str | None:

@@ -123,6 +123,8 @@ def test_print_config_round_trip(capsys, tmp_path):
         "verify": "sample",
         "offload": False,
         "policy": None,
+        "memory_budget": None,
+        "plan": None,
     }
     path = tmp_path / "printed.yaml"
     path.write_text(printed)

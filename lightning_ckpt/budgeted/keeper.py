@@ -106,6 +106,7 @@ class BudgetKeeper:
         self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
         self._all_steps = 0
         self._replanned = self._has_grown = False
+        self._is_least = False  # the budget cannot be kept any more, which has been said
 
     # ---------------------------------------------------------------- hooks
 
@@ -276,6 +277,8 @@ class BudgetKeeper:
         plan = self._elect(self._later_plan())
         is_new = self._elected != elected  # the same on all ranks, so that they go on with the same stage
         self._apply(plan, again=is_new)
+        if not is_new:
+            rank_zero_info(f"{self._who}: the plan stays as it is, {plan.totals()[-1]}.")
         # Layers that are treated anew make copies until they have learned what changes in a call.
         self._steps, self._stage = 0, Stage.WARM_UP if is_new else Stage.CHECK
 
@@ -289,8 +292,12 @@ class BudgetKeeper:
                 rank_zero_info(f"{self._who}: the peak is {size(own)}, planned were {size(self.plan.peak_bytes)}.")
             return
         above = f"{self._who}: the peak is {size(limit + excess)}, above the budget of {size(limit)}"
-        if self._replanned or self._knowledge.profile is None:
-            rank_zero_warn(f"{above}. A plan cannot do more here: give a smaller budget, or a smaller batch.")
+        is_least = bool(self._ranks.most(int(self._is_least)))
+        if self._replanned or is_least or self._knowledge.profile is None:
+            cure = "The plan was made for another step, or edited: make a new one"
+            if isinstance(self._budget, Budget):
+                cure = "A plan cannot do more here: give a smaller batch, or a larger budget if there is the memory"
+            rank_zero_warn(f"{above}. {cure}.")
             return
         self._replanned = True
         if own is not None:
@@ -353,7 +360,9 @@ class BudgetKeeper:
         try:
             return planner.plan(self._knowledge.limit)
         except BudgetError as error:
-            rank_zero_warn(f"{self._who}: {error} Training goes on with the least memory that can be had.")
+            if not self._is_least:
+                self._is_least = True
+                rank_zero_warn(f"{self._who}: {error} Training goes on with the least memory that can be had.")
             return planner.least(self._knowledge.limit)
 
     def _apply(self, plan: Plan, again: bool = True) -> None:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ckpt.offload import OffloadOptions
+from lightning_ckpt.offload.budget import parse_bytes
 from lightning_ckpt.planning.budget import BudgetError, parse_budget
 from lightning_ckpt.planning.links import BYTES_PER_S, link_of
 from lightning_ckpt.planning.plan import Plan
 from lightning_ckpt.planning.planner import Planner
-from lightning_ckpt.planning.preflight import Preflight, Step
+from lightning_ckpt.planning.preflight import Preflight, PreflightError, Step
 from lightning_ckpt.planning.profile import Profile, make_profile
 from lightning_ckpt.planning.treatment import Assignment, Treatment
 from lightning_ckpt.recompute.policy import Operators, resolve_policy
@@ -32,9 +33,9 @@ def make_plan(
     policy: Any = "matmul",
     offload: bool | OffloadOptions = False,
     step: Step | None = None,
-    optimizers: Sequence[Optimizer] | Callable[[nn.Module], Iterable[Optimizer]] | None = None,
+    optimizers: Optimizer | Sequence[Optimizer] | Callable[[nn.Module], Any] | None = None,
     device: torch.device | str | None = None,
-    device_bytes: int | None = None,
+    device_bytes: int | str | None = None,
 ) -> Plan:
     """Work out what to keep, recompute and offload, so that a training step is as fast as a memory budget allows.
 
@@ -54,10 +55,11 @@ def make_plan(
         offload: whether activations may wait in host memory; or options of the copies. Default: no.
         step: gives the loss of a module and a batch. Default: `module.training_step(batch, 0)`, or
             `module(**batch).loss`.
-        optimizers: those of the module, or a function that makes them of it. Default: what `configure_optimizers`
-            returns, else none.
+        optimizers: those of the module, or a function that makes one or several of it. Default: what
+            `configure_optimizers` returns, else none.
         device: where the step is meant to run. Default: where the weights are, the CPU for `meta`.
-        device_bytes: the memory of that device, for budgets that are shares of it. Default: asked of the device.
+        device_bytes: the memory of that device, a number or `"80GiB"`, for budgets that are shares of it. Default:
+            asked of the device.
 
     Returns:
         The plan.
@@ -81,13 +83,14 @@ def make_plan(
         batch,
         select_layers(module, layers, check_fn=check_fn).layers,
         step or step_of(module),
-        optimizers=optimizers_of(module) if optimizers is None else optimizers,
+        optimizers=_optimizers(module, optimizers),
         operators=operators,
         device=None if device is None else torch.device(device),
         min_bytes=int((options or OffloadOptions()).min_bytes),
     )
     planner = planner_by_preflight(preflight, operators, options)
-    limit = wanted.bytes(planner.recomputed_bytes, planner.kept_bytes, preflight.device, device_bytes)
+    memory = None if device_bytes is None else parse_bytes(device_bytes)
+    limit = wanted.bytes(planner.recomputed_bytes, planner.kept_bytes, preflight.device, memory)
     try:
         return planner.plan(limit)
     except BudgetError as error:
@@ -131,10 +134,16 @@ def rehearsal(preflight: Preflight) -> Callable[[Assignment], int]:
 
 
 def step_of(module: nn.Module) -> Step:
-    """How a module gives its loss: by a `training_step`, or as Hugging Face's models do."""
+    """How a module gives its loss: by a `training_step`, or as Hugging Face's models do.
+
+    Raises:
+        PreflightError: its optimization is manual.
+    """
     training_step = getattr(module, "training_step", None)
     if training_step is None:
-        return lambda module, batch: module(**batch).loss
+        return _loss_of_model
+    if not getattr(module, "automatic_optimization", True):
+        raise PreflightError("its optimization is manual, so `training_step` steps the optimizers itself")
 
     def step(module: nn.Module, batch: Any) -> Any:
         run: Any = module.training_step
@@ -143,6 +152,16 @@ def step_of(module: nn.Module) -> Step:
             return run(batch, 0) if takes_index else run(batch)
 
     return step
+
+
+def _loss_of_model(module: nn.Module, batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        kind = "Tensor" if isinstance(batch, Tensor) else type(batch).__name__
+        raise PreflightError(
+            f"the batch is a {kind}, and {type(module).__name__} has no `training_step`: give `step=lambda module, "
+            "batch: ...`, which returns the loss"
+        )
+    return module(**batch).loss
 
 
 @contextlib.contextmanager
@@ -165,6 +184,14 @@ def optimizers_of(module: nn.Module) -> Callable[[nn.Module], Iterable[Optimizer
     """How a module makes its optimizers: by `configure_optimizers`, else not at all."""
     configure = getattr(module, "configure_optimizers", None)
     return (lambda module: ()) if configure is None else lambda module: find_optimizers(configure())
+
+
+def _optimizers(module: nn.Module, given: Any) -> Sequence[Optimizer] | Callable[[nn.Module], Iterable[Optimizer]]:
+    if given is None:
+        return optimizers_of(module)
+    if callable(given):
+        return lambda module: find_optimizers(given(module))
+    return list(find_optimizers(given))
 
 
 def find_optimizers(configured: Any) -> Iterator[Optimizer]:

@@ -117,13 +117,13 @@ class _File:
         raise self.error(f"`{key}` should be {what}{written}{instead}", node)
 
 
-def save_plan(plan: Plan, path: str | Path, layer_classes: Mapping[str, str]) -> None:
+def save_plan(plan: Plan, path: str | Path, layer_classes: Mapping[str, str] | None = None) -> None:
     """Write a plan to a YAML file, a line for each layer.
 
     Args:
         plan: the plan.
         path: the file to write.
-        layer_classes: the class of each layer, by qualified name, for those who read the file.
+        layer_classes: the class of each layer, by qualified name, for those who read the file. Default: none is named.
     """
     head = {"version": _VERSION} | {
         key: kind(getattr(plan, key)) for key, kind in _OF_PLAN.items() if key not in ("operators", "layers")
@@ -131,7 +131,7 @@ def save_plan(plan: Plan, path: str | Path, layer_classes: Mapping[str, str]) ->
     layers = {
         layer.name: {
             "treatment": str(layer.treatment),
-            "class": layer_classes[layer.name],
+            "class": "unknown" if layer_classes is None else layer_classes[layer.name],
             **{key: kind(getattr(layer, key)) for key, kind in _OF_LAYER.items() if key != "treatment"},
         }
         for layer in plan.layers

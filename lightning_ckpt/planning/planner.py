@@ -194,10 +194,11 @@ class Planner:
         if cure is None:
             cure = "One layer's recompute takes it: smaller layers (`layers=`) or a smaller batch would help."
         if not any(treatment.moves for layer in self.profile.layers for treatment in layer.costs):
-            cure += " So may `offload=True`, which keeps activations in host memory."
+            cure += " So may `offload=True` on an accelerator, which keeps activations in host memory."
         return (
             f"the budget of {size(limit)} is below the {size(least)} that the step needs whatever is recomputed, in "
-            f"{where}. {cure}"
+            f"{where}. {size(self._chain.base)} of that are there before the first layer: weights, gradients, the "
+            f"optimizer's state, the batch. {cure}"
         )
 
     # ---------------------------------------------------------------- all budgets

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_fake,
+)
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -89,7 +94,7 @@ class Preflight:
         around_step: makes a context that is entered around forward, such as that of a precision. Default: none.
 
     Raises:
-        PreflightError: a weight is sharded, quantized or not initialized.
+        PreflightError: a weight is sharded, quantized or not initialized, or the device is not there.
 
     Example::
 
@@ -113,6 +118,7 @@ class Preflight:
         around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         _refuse_special(module)
+        _refuse_absent(device)
         self.layers = dict(layers)
         self._module = module
         self._batch = batch
@@ -141,10 +147,10 @@ class Preflight:
             try:
                 with untouched(self._module), unwatched(), unpacked_sequences(), _eager():
                     return self._run(assignment)
-            except (MemoryError, torch.OutOfMemoryError):
+            except (MemoryError, PreflightError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise PreflightError(f"{type(error).__name__}: {_first_line(error)}") from error
+                raise PreflightError(_reason(error)) from error
 
     def _run(self, assignment: Assignment) -> StepTrace:
         faker = _Faker(self.device)
@@ -312,5 +318,18 @@ def _device_of(module: nn.Module) -> torch.device:
     return first.device
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+def _refuse_absent(device: torch.device | None) -> None:
+    present = torch.accelerator.current_accelerator()
+    if device is None or device.type in ("cpu", None if present is None else present.type):
+        return
+    raise PreflightError(  # autograd would end the process
+        f"`device={str(device)!r}` is not there, and a step cannot be rehearsed on a device without its PyTorch"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DataDependentOutputException):
+        return "it reads a number of a tensor (`.item()`, `if loss > 0`), and there are none in a rehearsal"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the size of a result depends on numbers ({error}), and there are none in a rehearsal"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

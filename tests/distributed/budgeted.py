@@ -203,7 +203,7 @@ class Witness(pl.Callback):
         kinds = [("policy" if layer.policy else "recompute") if layer.recomputes else "keep" for layer in layers]
         self.seen.treatments.append(kinds)
         self.seen.stages.append(keeper._stage.name)
-        self.seen.budget = keeper._limit
+        self.seen.budget = keeper._knowledge.limit
         self.seen.planned.append(None if keeper.plan is None else keeper.plan.peak_bytes)
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:

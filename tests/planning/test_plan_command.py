@@ -55,10 +55,10 @@ class Blocks(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def run(*arguments):
+def run(*arguments, model=Blocks):
     plain = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 4}
     return CheckpointCLI(
-        Blocks,
+        model,
         args=[*arguments],
         trainer_defaults={**plain, "accelerator": "cpu", "enable_checkpointing": False},
         save_config_callback=None,
@@ -75,7 +75,7 @@ def refuse(capsys, *arguments):
 
 def test_the_plan_is_printed_and_no_weight_is_made(capsys):
     cli = run("plan", "--ckpt.memory_budget", "0.5")
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert f"a batch of {ROWS} x {WIDTH}" in shown
     assert "blocks.0" in shown
     assert "every_n_layers=2" in shown
@@ -117,7 +117,7 @@ def test_the_largest_batch_is_as_large_as_fits(capsys):
 
 def test_another_device_is_planned_for(capsys):
     run("plan", "--ckpt.memory_budget", "50%", "--device_memory", "8MiB", "--flops_per_s", "1e12")
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "of 4.0 MiB" in shown
     assert "1 TFLOP/s" in shown
     assert "dropout masks" in shown
@@ -136,6 +136,38 @@ def test_half_precision_takes_less(tmp_path):
     assert peaks["32-true"] > peaks["bf16-mixed"] > peaks["bf16-true"]
 
 
+class Manual(Blocks):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Reads(Blocks):
+    """Reads its loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else None
+
+
+@pytest.mark.parametrize(("model", "said"), [(Manual, "its optimization is manual"), (Reads, "`.item()`")])
+def test_a_step_that_cannot_be_rehearsed_is_one_sentence(capsys, model, said):
+    with pytest.raises(SystemExit):
+        run("plan", model=model)
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_configuration_of_fit_will_do(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("fit", "--ckpt.memory_budget", "0.5", "--print_config")
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out)
+    run("plan", "--config", str(path))
+    assert "blocks.0" in capsys.readouterr().out
+
+
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
@@ -151,6 +183,7 @@ def test_a_picture_is_drawn(tmp_path):
         (["--ckpt.memory_budget", "0.5", "--batch_size", "max"], "any batch fits"),
         (["--ckpt.memory_budget", "1KiB", "--batch_size", "max"], "a batch of one row takes"),
         (["--batch_size", "many"], "`batch_size='many'`"),
+        (["--ckpt.plan", "plan.yaml"], "plan.yaml"),
         (["--device_memory", "large"], "`device_memory='large'`"),
     ],
 )
