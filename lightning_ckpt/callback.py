@@ -53,7 +53,8 @@ class ActivationCheckpointing(pl.Callback):
 
     A ``StepMonitor`` comes along unless the Trainer has one. It logs one point per optimizer step, of memory
     (``memory/peak_MiB``, ``memory/after_forward_MiB``, ``memory/saved_MiB``, ``memory/avoided_MiB``,
-    ``memory/offloaded_MiB``, ``memory/reserved_MiB`` or ``memory/process_MiB``, in MiB; ``memory/peak_phase`` and
+    ``memory/offloaded_MiB``, ``memory/planned_MiB``, ``memory/reserved_MiB`` or ``memory/process_MiB``, in MiB;
+    ``memory/peak_phase`` and
     ``memory/alloc_retries``, numbers) and of time (``time/step_ms``, ``time/data_ms``, ``time/forward_ms``,
     ``time/backward_ms``, ``time/recompute_ms``, ``time/optimizer_ms``, ``time/copy_wait_ms``, in ms;
     ``time/tokens_per_s`` or ``time/samples_per_s``, per second), and prints a summary at the end of ``fit``. What they
@@ -313,6 +314,11 @@ class ActivationCheckpointing(pl.Callback):
             reason = why_not(trainer.strategy.root_device)
             if reason is None:
                 options = self.offload if isinstance(self.offload, OffloadOptions) else OffloadOptions()
+                if (options.move, options.keep_last) != (OffloadOptions.move, OffloadOptions.keep_last):
+                    rank_zero_warn(
+                        f"{self!r}: a plan says which layers travel, so `move={options.move!r}` and "
+                        f"`keep_last={options.keep_last}` have no effect. Leave them out."
+                    )
             else:
                 rank_zero_info(f"{self!r}: nothing is moved: {reason}.")
         if isinstance(budget, Plan):

@@ -48,11 +48,15 @@ class PreflightError(RuntimeError):
 
 
 class _Faker:
-    """Makes fake twins of tensors, one of each."""
+    """Makes fake twins of tensors, one of each.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where all of them are; None for where the tensors are, the CPU for `meta`.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.device = device
+        self._device = device
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -66,9 +70,10 @@ class _Faker:
         return [twin for _, twin in self._twins.values()]
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
+        if (type(tensor) in PLAIN or is_fake(tensor)) and tensor.layout is torch.strided and not tensor.is_nested:
+            device = self._device or _real(tensor.device)
             with self.mode:
-                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(twin, requires_grad=tensor.requires_grad)
             return twin.requires_grad_(tensor.requires_grad)
@@ -121,11 +126,12 @@ class Preflight:
         _refuse_absent(device)
         self.layers = dict(layers)
         self._module = module
-        self._batch = batch
+        self._batch = map_tensors(batch, _Faker(device))  # a real one would stay in memory
         self._step = step
         self._optimizers = optimizers
         self._operators = operators
         self._min_bytes = min_bytes
+        self._given_device = device
         self.device = device or _device_of(module)
         self._accumulates = accumulates
         self._rates = rates or rates_of(self.device)
@@ -153,7 +159,7 @@ class Preflight:
                 raise PreflightError(_reason(error)) from error
 
     def _run(self, assignment: Assignment) -> StepTrace:
-        faker = _Faker(self.device)
+        faker = _Faker(self._given_device)
         module = self._module
         named = dict(module.named_parameters(remove_duplicate=False))
         tensors = {**named, **dict(module.named_buffers(remove_duplicate=False))}
@@ -313,9 +319,11 @@ def _refuse_special(module: nn.Module) -> None:
 
 def _device_of(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
-    if first is None or first.device.type == "meta":
-        return torch.device("cpu")
-    return first.device
+    return torch.device("cpu") if first is None else _real(first.device)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _refuse_absent(device: torch.device | None) -> None:

@@ -5,6 +5,7 @@ import copy
 import math
 import random
 import resource
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -450,3 +451,12 @@ def test_layers_that_somebody_else_recomputes_learn_nothing_from_a_rehearsal():
     for other in others:
         other.recomputes = False
     assert preflight.run({}).calls[0].before > recomputed  # they are treated as they are now
+
+
+def test_the_batch_is_not_kept():
+    batch = torch.zeros(64, 8)
+    preflight = Preflight(nn.Linear(8, 8), {"x": batch}, {}, lambda module, batch: module(batch["x"]).mean())
+    gone = weakref.ref(batch)
+    del batch
+    assert gone() is None
+    assert preflight.run({}).peak > 64 * 8 * 4
