@@ -54,11 +54,10 @@ class ActivationCheckpointing(pl.Callback):
     A ``StepMonitor`` comes along unless the Trainer has one. It logs one point per optimizer step, of memory
     (``memory/peak_MiB``, ``memory/after_forward_MiB``, ``memory/saved_MiB``, ``memory/avoided_MiB``,
     ``memory/offloaded_MiB``, ``memory/planned_MiB``, ``memory/reserved_MiB`` or ``memory/process_MiB``, in MiB;
-    ``memory/peak_phase`` and
-    ``memory/alloc_retries``, numbers) and of time (``time/step_ms``, ``time/data_ms``, ``time/forward_ms``,
-    ``time/backward_ms``, ``time/recompute_ms``, ``time/optimizer_ms``, ``time/copy_wait_ms``, in ms;
-    ``time/tokens_per_s`` or ``time/samples_per_s``, per second), and prints a summary at the end of ``fit``. What they
-    mean is said there; give the Trainer a monitor of your own to set its options.
+    ``memory/peak_phase`` and ``memory/alloc_retries``, numbers) and of time (``time/step_ms``, ``time/data_ms``,
+    ``time/forward_ms``, ``time/backward_ms``, ``time/recompute_ms``, ``time/optimizer_ms``, ``time/copy_wait_ms``, in
+    ms; ``time/tokens_per_s`` or ``time/samples_per_s``, per second), and prints a summary at the end of ``fit``. What
+    they mean is said there; give the Trainer a monitor of your own to set its options.
 
     Args:
         every_n_layers: Recompute the first layer and every n-th after it, in the order of ``model.modules()``:

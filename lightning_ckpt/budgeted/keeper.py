@@ -48,8 +48,8 @@ class BudgetKeeper:
 
     Before the first batch, the step is rehearsed on fake tensors and a plan is made from what that shows, with times by
     formula. The third optimizer step shows what memory it really takes, the fourth one what time layers take; a final
-    plan follows, and the step after it is compared with what was planned. A step that cannot be rehearsed begins with
-    every layer recomputed, and layers are tried out with other treatments as far as there is room.
+    plan follows, and a step under it is compared with what was planned. A step that cannot be rehearsed begins with
+    every layer recomputed, and an operator policy is tried on single layers as far as there is room.
 
     Args:
         who: the callback, for messages.
@@ -276,7 +276,7 @@ class BudgetKeeper:
         elected = self._elected
         plan = self._elect(self._later_plan())
         is_new = self._elected != elected  # the same on all ranks, so that they go on with the same stage
-        self._apply(plan, again=is_new)
+        self._apply(plan, announce=is_new)
         if not is_new:
             rank_zero_info(f"{self._who}: the plan stays as it is, {plan.totals()[-1]}.")
         # Layers that are treated anew make copies until they have learned what changes in a call.
@@ -333,7 +333,7 @@ class BudgetKeeper:
             self._wanted = plan
             self._ranks.call(self._all_steps)
         if not self._ranks.several or not self._communicates:
-            self._apply(plan, again=not self._has_grown)
+            self._apply(plan, announce=not self._has_grown)
         self._has_grown = True
 
     # ---------------------------------------------------------------- parts
@@ -365,13 +365,13 @@ class BudgetKeeper:
                 rank_zero_warn(f"{self._who}: {error} Training goes on with the least memory that can be had.")
             return planner.least(self._knowledge.limit)
 
-    def _apply(self, plan: Plan, again: bool = True) -> None:
+    def _apply(self, plan: Plan, announce: bool = True) -> None:
         self.plan = plan
         profile = self._knowledge.profile
         called = set() if profile is None else {layer.name for layer in profile.layers}
         uncalled = {name: treatment for name, treatment in self._elected.items() if name not in called}
         self._treat({**plan.assignment, **uncalled})
-        if again:
+        if announce:
             what = "final plan" if plan.measured else "plan"
             rank_zero_info("\n  ".join([f"{self._who}: {what}", *str(plan).splitlines()]))
 

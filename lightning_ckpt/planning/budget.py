@@ -56,12 +56,13 @@ class Budget:
         return int(self.value * total) if self.kind == "share" else int(free - MARGIN * total)
 
 
-def parse_budget(written: int | float | str) -> Budget:
+def parse_budget(written: int | float | str, name: str = "memory_budget") -> Budget:
     """Read what a user has written.
 
     Args:
         written: ``"20GiB"`` or a number of bytes; ``"80%"`` of the device's memory; ``0.5``, halfway between all
             layers recomputed and all kept; or ``"auto"``.
+        name: what the user has called it, for messages.
 
     Raises:
         BudgetError: it is none of these.
@@ -72,7 +73,7 @@ def parse_budget(written: int | float | str) -> Budget:
     """
     text = str(written).strip()
     if isinstance(written, bool):
-        raise BudgetError(f"`memory_budget={written!r}` is no budget. {_WHAT_TO_WRITE}")
+        raise BudgetError(f"`{name}={written!r}` is no budget. {_WHAT_TO_WRITE}")
     if isinstance(written, (int, float)) and 0 <= written <= 1:
         return Budget(written, "fraction", abs(float(written)))
     if text.lower() == "auto":
@@ -81,14 +82,14 @@ def parse_budget(written: int | float | str) -> Budget:
     if percent:
         share = float(percent[1]) / 100
         if not 0 < share <= 1:
-            raise BudgetError(f"`memory_budget={written!r}` must be above 0% and at most 100% of the device's memory.")
+            raise BudgetError(f"`{name}={written!r}` must be above 0% and at most 100% of the device's memory.")
         return Budget(written, "share", share)
     if _FRACTION.fullmatch(text) and float(text) <= 1:
         return Budget(written, "fraction", float(text))
     try:
         return Budget(written, "bytes", parse_bytes(written))
     except ValueError as error:
-        raise BudgetError(f"`memory_budget={written!r}`: {error} {_WHAT_TO_WRITE}") from None
+        raise BudgetError(f"`{name}={written!r}`: {error} {_WHAT_TO_WRITE}") from None
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

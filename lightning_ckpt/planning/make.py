@@ -75,7 +75,7 @@ def make_plan(
         plan = make_plan(model, {"input_ids": ids, "labels": ids}, budget="20GiB")
         print(plan)
     """
-    wanted = parse_budget(budget)
+    wanted = parse_budget(budget, "budget")
     operators = frozenset() if policy is None else resolve_policy(policy)
     options = OffloadOptions() if offload is True else (offload or None)
     preflight = Preflight(

@@ -131,10 +131,6 @@ class Planner:
             raise BudgetError(self._below_the_floor(lean, least, limit))
         return self.describe(lean, limit)
 
-    def treatments_of(self, plan: Plan) -> list[Treatment]:
-        """The treatments of a plan, in the order of the profile."""
-        return [plan.assignment[layer.name] for layer in self.profile.layers]
-
     def least(self, limit: int) -> Plan:
         """The plan with the least peak, whatever the budget."""
         return self.describe(self._leanest(), limit)
@@ -183,22 +179,24 @@ class Planner:
         return "the optimizer's step" if self.profile.floor_is_optimizer else "what comes before the first layer"
 
     def _below_the_floor(self, treatments: Sequence[Treatment], least: int, limit: int) -> str:
-        where = self._binding(treatments)
-        cures = {
-            "what follows": "A smaller batch, shorter sequences, or a loss that is computed in parts would help.",
-            "the optimizer": "Weights, gradients and the optimizer's state take it: an optimizer with less state, "
-            "weights of fewer bytes, or sharding them (FSDP) would help.",
-            "what comes": "A smaller batch, or fewer weights before the layers, would help.",
-        }
-        cure = next((text for start, text in cures.items() if where.startswith(start)), None)
-        if cure is None:
+        point = binding(self._chain, treatments)
+        if point == "head":
+            cure = "A smaller batch, shorter sequences, or a loss that is computed in parts would help."
+        elif point != "floor":
             cure = "One layer's recompute takes it: smaller layers (`layers=`) or a smaller batch would help."
+        elif self.profile.floor_is_optimizer:
+            cure = (
+                "Weights, gradients and the optimizer's state take it: an optimizer with less state, weights of fewer "
+                "bytes, or sharding them (FSDP) would help."
+            )
+        else:
+            cure = "A smaller batch, or fewer weights before the layers, would help."
         if not any(treatment.moves for layer in self.profile.layers for treatment in layer.costs):
             cure += " So may `offload=True` on an accelerator, which keeps activations in host memory."
         return (
             f"the budget of {size(limit)} is below the {size(least)} that the step needs whatever is recomputed, in "
-            f"{where}. {size(self._chain.base)} of that are there before the first layer: weights, gradients, the "
-            f"optimizer's state, the batch. {cure}"
+            f"{self._binding(treatments)}. {size(self._chain.base)} of that are there before the first layer: weights, "
+            f"gradients, the optimizer's state, the batch. {cure}"
         )
 
     # ---------------------------------------------------------------- all budgets

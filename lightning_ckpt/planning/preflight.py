@@ -40,7 +40,6 @@ from lightning_ckpt.recompute.watch import unwatched
 
 #: Runs forward: a module and a batch give the loss.
 Step = Callable[[nn.Module, Any], Any]
-Fake = Callable[[Tensor], Tensor]
 
 
 class PreflightError(RuntimeError):

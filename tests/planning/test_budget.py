@@ -102,3 +102,8 @@ def test_the_memory_of_this_machine():
 def test_shares_are_of_this_machine_if_no_other_is_told():
     assert 0 < parse_budget("50%").bytes(1, 2, CPU) < 0.75 * PHYSICAL
     assert parse_budget("auto").bytes(1, 2, CPU) < PHYSICAL
+
+
+def test_an_error_has_the_name_that_the_user_wrote():
+    with pytest.raises(BudgetError, match=r"^`budget='lots'`"):
+        parse_budget("lots", "budget")
