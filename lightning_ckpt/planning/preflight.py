@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_ckpt.measure.storage import PLAIN
 from lightning_ckpt.planning.ghost import GhostHost
 from lightning_ckpt.planning.huggingface import unpacked_sequences
+from lightning_ckpt.planning.metrics import excused_metrics
 from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
@@ -150,7 +151,13 @@ class Preflight:
         with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # they come in training, where they belong
             try:
-                with untouched(self._module), unwatched(), unpacked_sequences(), _eager():
+                with (
+                    untouched(self._module),
+                    unwatched(),
+                    unpacked_sequences(),
+                    excused_metrics(self._module),
+                    _eager(),
+                ):
                     return self._run(assignment)
             except (MemoryError, PreflightError, torch.OutOfMemoryError):
                 raise
