@@ -50,7 +50,9 @@ def make_chain(layers: int, kinds: int | None, choices: int, seed: int) -> Chain
         forward_ns.append(ns)
     head = TOKENS * rng.choice([1_000, 200_000])
     window = 2 * max(choice.moved for options in chain for choice in options.values())
-    return Chain(rng.randrange(10**9, 10**10), chain, forward_ns, head, 0, Link(BYTES_PER_S, window, 10**15))
+    return Chain(
+        rng.randrange(10**9, 10**10), chain, forward_ns, head, 0, Link(BYTES_PER_S, window // 2, window // 2, 10**15)
+    )
 
 
 def measure(layers: int, kinds: int | None, choices: int, chains: int) -> str:

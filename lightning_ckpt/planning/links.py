@@ -27,11 +27,13 @@ def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTE
         local_ranks: processes on this machine that share its memory.
     """
     moved = [max((cost.moved for cost in layer.costs.values()), default=0) for layer in profile.layers]
-    window = 2 * max(sum(moved) // _PARTS, max(moved, default=0) // 2)
-    given = [value for value in (options.max_inflight_bytes, options.prefetch_bytes) if value is not None]
+    each_way = max(sum(moved) // _PARTS, max(moved, default=0) // 2)
+    inflight, prefetch = (
+        each_way if given is None else int(given) for given in (options.max_inflight_bytes, options.prefetch_bytes)
+    )
     budget = options.host_budget
     host_bytes = default_host_budget(local_ranks) if budget is None else int(budget) // local_ranks
-    return Link(bytes_per_s, max(map(int, given), default=window), host_bytes)
+    return Link(bytes_per_s, inflight, prefetch, host_bytes)
 
 
 def measured(link: Link, device: torch.device) -> Link:

@@ -97,7 +97,7 @@ class Bounds:
         if i == layers or len(self._prices) == 1:
             return np.zeros(len(queue))
         waiting = np.maximum(queue - problem.forward_ns[i], 0)
-        given: Floats = (problem.window_ns - waiting + self._later_ns[i]).astype(np.float64)
+        given: Floats = (problem.inflight_ns - waiting + self._later_ns[i]).astype(np.float64)
         if problem.host is not None:
             given = np.minimum(given, (problem.host - moved) * problem.byte_ns + (layers - i))
         return given

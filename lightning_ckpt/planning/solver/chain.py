@@ -38,26 +38,32 @@ class Link:
 
     Args:
         bytes_per_s: how fast it is, each way.
-        window_bytes: bytes that may be on their way out at once before compute waits, and that are brought back ahead
-            of their use: while they are on their way, they are still on the device.
+        inflight_bytes: bytes that may be on their way out at once before compute waits.
+        prefetch_bytes: bytes that are brought back ahead of their use.
         host_bytes: host memory that may be used.
     """
 
     bytes_per_s: float
-    window_bytes: int
+    inflight_bytes: int
+    prefetch_bytes: int
     host_bytes: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.bytes_per_s < math.inf:
             raise ValueError(f"`bytes_per_s={self.bytes_per_s!r}` must be a number of bytes per second, 1 or more.")
-        for name in ("window_bytes", "host_bytes"):
+        for name in ("inflight_bytes", "prefetch_bytes", "host_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be 0 bytes or more.")
 
     @property
-    def window_ns(self) -> int:
-        """The time in which a full window empties."""
-        return int(self.window_bytes / self.bytes_per_s * _NS)
+    def window_bytes(self) -> int:
+        """Moved bytes that are on the device at once, on their way out or back."""
+        return self.inflight_bytes + self.prefetch_bytes
+
+    @property
+    def inflight_ns(self) -> int:
+        """The time in which all that may be on its way out has left."""
+        return int(self.inflight_bytes / self.bytes_per_s * _NS)
 
     def copy_ns(self, nbytes: int) -> int:
         """The time that a copy takes."""
@@ -118,7 +124,7 @@ class Chain(Generic[K]):
                     f"`host_bytes={self.link.host_bytes}` is less than the {least} bytes that every plan moves: "
                     "allow more, or give layers a treatment that moves less."
                 )
-            time_ns += self.link.window_ns + sum(self.link.copy_ns(max(c.moved for c in cs)) for cs in every)
+            time_ns += self.link.inflight_ns + sum(self.link.copy_ns(max(c.moved for c in cs)) for cs in every)
         if max(self.base + nbytes + self.head + self.floor, time_ns) >= _LARGEST:
             raise ValueError(f"the chain's bytes or nanoseconds add up to {_LARGEST} or more: look for a wrong unit.")
 
@@ -156,7 +162,7 @@ def _demands(chain: Chain[K], plan: Sequence[K]) -> Iterator[tuple[Binding, int]
 def cost(chain: Chain[K], plan: Sequence[K]) -> int:
     """Extra nanoseconds of a step under a plan: those of the treatments, and those in which compute waits for copies.
 
-    Copies queue up behind each other, and compute waits where more than a window of them is on its way. The queue is
+    Copies queue up behind each other, and compute waits where more of them are on their way than may be. The queue is
     counted as the time that it takes to empty, so that all sums are exact.
     """
     choices = chain.choices(plan)
@@ -165,6 +171,6 @@ def cost(chain: Chain[K], plan: Sequence[K]) -> int:
         queue = 0
         for choice, forward_ns in zip(choices, chain.forward_ns, strict=True):
             queue = max(0, queue - forward_ns) + chain.link.copy_ns(choice.moved)
-            total += max(0, queue - chain.link.window_ns)
-            queue = min(queue, chain.link.window_ns)
+            total += max(0, queue - chain.link.inflight_ns)
+            queue = min(queue, chain.link.inflight_ns)
     return total

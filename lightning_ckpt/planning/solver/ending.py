@@ -23,7 +23,7 @@ class Ending:
         self._moved = np.array([0], dtype=np.int64)
         self._all_moved = 0
         self._cost_ns = 0
-        self._room_ns = problem.window_ns
+        self._room_ns = problem.inflight_ns
 
     def after(self, option: Option, forward_ns: int) -> "Ending":
         """The ending with one more layer before it."""
@@ -33,7 +33,7 @@ class Ending:
         ending._all_moved = self._all_moved + option.moved
         ending._cost_ns = self._cost_ns + option.cost_ns + max(0, option.copy_ns - self._room_ns)
         room_ns = max(0, self._room_ns - option.copy_ns) + forward_ns
-        ending._room_ns = min(room_ns, self._problem.window_ns)
+        ending._room_ns = min(room_ns, self._problem.inflight_ns)
         return ending
 
     def suits(self, held: Ints, moved: Ints, queue: Ints, cost: Ints, worth: tuple[int, int]) -> NDArray[np.bool_]:

@@ -36,7 +36,7 @@ class Problem:
         head: bytes that are needed after the last layer.
         floor: bytes that are needed at another time.
         window: moved bytes that are still on the device.
-        window_ns: the time in which these leave.
+        inflight_ns: the time of copies that may be on their way out before compute waits.
         host: bytes that may be moved, None where all may.
         byte_ns: the time that the copy of a byte takes.
     """
@@ -47,7 +47,7 @@ class Problem:
     head: int
     floor: int
     window: int
-    window_ns: int
+    inflight_ns: int
     host: int | None
     byte_ns: float
 
@@ -86,7 +86,7 @@ def problem_of(chain: Chain[K], is_free: bool = False) -> Problem:
         chain.head,
         chain.floor,
         window=link.window_bytes if link else 0,
-        window_ns=link.window_ns if link else 0,
+        inflight_ns=link.inflight_ns if link else 0,
         host=link.host_bytes if link and link.host_bytes < most else None,
         byte_ns=1e9 / link.bytes_per_s if link else 0.0,
     )

@@ -112,8 +112,8 @@ class _Passes:
         if problem.host is None:
             longer[_MOVED] = np.minimum(longer[_MOVED], problem.window)
         longer[_DEVICE] = longer[_HELD] + np.minimum(longer[_MOVED], problem.window)
-        longer[_QUEUE] = np.minimum(waiting, problem.window_ns) if i < self._last_copy else 0
-        longer[_COST] = cost + option.cost_ns + np.maximum(waiting - problem.window_ns, 0)
+        longer[_QUEUE] = np.minimum(waiting, problem.inflight_ns) if i < self._last_copy else 0
+        longer[_COST] = cost + option.cost_ns + np.maximum(waiting - problem.inflight_ns, 0)
         longer[_PEAK] = np.maximum(peak, device + option.transient)
         return longer
 
