@@ -41,6 +41,8 @@ class Plan:
         binds: where in the step that is.
         extra_s: seconds of a step beyond the plain run: second runs, and waits for copies.
         step_s: seconds of forward and backward of the plain run.
+        gap_s: seconds that another plan within the budget might save at most, as far as costs of layers tell; 0.0 where
+            there is none that is faster.
         kept_bytes: the peak if every layer is kept.
         recomputed_bytes: the peak if every layer is recomputed.
         operators: names of the operators whose results stay under the policy treatment.
@@ -54,6 +56,7 @@ class Plan:
     binds: str
     extra_s: float
     step_s: float
+    gap_s: float
     kept_bytes: int
     recomputed_bytes: int
     operators: tuple[str, ...] = ()
@@ -81,10 +84,11 @@ class Plan:
         """Lines about the peak and the time of a step."""
         share = f", {self.extra_s / self.step_s:.0%} of forward and backward" if self.step_s else ""
         how = "measured" if self.measured else "by formula"
+        gap = f", at most {self.gap_s * 1e3:,.1f} ms more than the fastest plan" if self.gap_s else ""
         return [
             f"peak memory {size(self.peak_bytes)} of {size(self.budget_bytes)}, in {self.binds}",
             f"(all layers recomputed: {size(self.recomputed_bytes)}, all kept: {size(self.kept_bytes)})",
-            f"extra time {self.extra_s * 1e3:,.1f} ms a step ({how}{share})",
+            f"extra time {self.extra_s * 1e3:,.1f} ms a step ({how}{share}){gap}",
         ]
 
 

@@ -6,7 +6,7 @@ from lightning_ckpt.planning.budget import BudgetError
 from lightning_ckpt.planning.frontier import Frontier, Point
 from lightning_ckpt.planning.plan import LayerPlan, Plan, size
 from lightning_ckpt.planning.profile import Profile
-from lightning_ckpt.planning.solver import Chain, Choice, Link, binding, cost, lowest, peak, solve
+from lightning_ckpt.planning.solver import Chain, Choice, Link, Solution, binding, cost, lowest, peak, solve
 from lightning_ckpt.planning.treatment import Assignment, Treatment
 from lightning_ckpt.recompute.policy import Operators
 
@@ -110,21 +110,21 @@ class Planner:
         if self.kept_bytes <= limit:
             return self.describe(plain, limit)
         target, tried = limit, set()
-        best: tuple[int, Sequence[Treatment]] | None = None
+        best: Solution[Treatment] | None = None
         for _ in range(_REHEARSALS):
             solution = solve(self._chain, target)
             if solution is None or tuple(solution.plan) in tried:
                 break
             tried.add(tuple(solution.plan))
             actual = self.peak_of(solution.plan)
-            if actual <= limit and (best is None or solution.cost_ns < best[0]):
-                best = solution.cost_ns, solution.plan
+            if actual <= limit and (best is None or solution.cost_ns < best.cost_ns):
+                best = solution
             wrong = solution.peak - actual  # the parts do not add up to the whole
             if 0 <= wrong < _EXACT * limit:
                 break
             target = limit + wrong
         if best is not None:
-            return self.describe(best[1], limit)
+            return self.describe(best.plan, limit, best.cost_ns - best.bound_ns)
         lean = self._leanest()
         least = self.peak_of(lean)
         if least > limit:
@@ -139,8 +139,8 @@ class Planner:
         """The plan with the least peak: that of the parts, unless they are wrong and the simplest one needs less."""
         return min(lowest(self._chain).plan, self.uniform(Treatment.RECOMPUTE), key=self.peak_of)
 
-    def describe(self, treatments: Sequence[Treatment], limit: int) -> Plan:
-        """A plan with these treatments."""
+    def describe(self, treatments: Sequence[Treatment], limit: int, gap_ns: int = 0) -> Plan:
+        """A plan with these treatments, to which there may be one that is faster by a gap."""
         layers = []
         for layer, treatment in zip(self.profile.layers, treatments, strict=True):
             of_it = layer.costs[treatment]
@@ -163,6 +163,7 @@ class Planner:
             binds=self._binding(treatments),
             extra_s=cost(self._chain, treatments) / 1e9,
             step_s=self.profile.step_s,
+            gap_s=gap_ns / 1e9,
             kept_bytes=self.kept_bytes,
             recomputed_bytes=self.recomputed_bytes,
             operators=tuple(sorted({str(operator.overloadpacket) for operator in self._operators})),

@@ -20,6 +20,7 @@ PLAN = Plan(
     binds="the optimizer's step",
     extra_s=0.0456,
     step_s=1.0,
+    gap_s=0.25,
     kept_bytes=30 * 2**30,
     recomputed_bytes=10 * 2**30,
     operators=("aten.mm", "aten.bmm"),
@@ -59,7 +60,7 @@ def plans(draw):
         for name in names
     ]
     operators = tuple(draw(strategies.lists(texts, max_size=3)))
-    figures = draw(strategies.tuples(sizes, sizes, texts, seconds, seconds, sizes, sizes))
+    figures = draw(strategies.tuples(sizes, sizes, texts, seconds, seconds, seconds, sizes, sizes))
     return Plan(tuple(layers), *figures, operators, draw(strategies.booleans()), draw(strategies.booleans()))
 
 
