@@ -27,6 +27,7 @@ from lightning_ckpt.monitor.trainer import (
     offload_engine_of,
     optimizer_tensors,
     planned_bytes_of,
+    stage_of_plan,
     step_of,
     treatments_of,
 )
@@ -264,7 +265,7 @@ class StepMonitor(pl.Callback):
             parameters = model_tensors(pl_module)
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self._meter.batch_begins(
-                (shapes_of(tensors), trainer.fit_loop._should_accumulate()),
+                (shapes_of(tensors), trainer.fit_loop._should_accumulate(), stage_of_plan(trainer)),
                 parameters,
                 lambda: chain(parameters, gradients, optimizer_tensors(trainer), tensors),
             )

@@ -1,6 +1,6 @@
 """What others need to know of a Trainer, and what it does not say itself."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,9 +46,18 @@ def treatments_of(trainer: pl.Trainer) -> list[str]:
 
 def planned_bytes_of(trainer: pl.Trainer) -> int | None:
     """The peak that a memory plan has foreseen for the layers, or None without a plan."""
-    keepers = (getattr(callback, "budget_keeper", None) for callback in callbacks_of(trainer))
-    plans = (keeper.plan for keeper in keepers if keeper is not None)
+    plans = (keeper.plan for keeper in _budget_keepers(trainer))
     return next((plan.peak_bytes for plan in plans if plan is not None), None)
+
+
+def stage_of_plan(trainer: pl.Trainer) -> Hashable:
+    """Equal for steps that run under the same memory plan, and at the same stage of it."""
+    return planned_bytes_of(trainer), *(keeper.stage for keeper in _budget_keepers(trainer))
+
+
+def _budget_keepers(trainer: pl.Trainer) -> list[Any]:
+    keepers = (getattr(callback, "budget_keeper", None) for callback in callbacks_of(trainer))
+    return [keeper for keeper in keepers if keeper is not None]
 
 
 def replicas_of(trainer: pl.Trainer) -> int:
