@@ -99,6 +99,10 @@ class CheckpointCLIMixin:
             super()._add_subcommands(parser, **kwargs)  # type: ignore[misc]
         finally:
             self.trainer_class = given
+        plan = self._subcommand_parsers.get(_PLAN)  # type: ignore[attr-defined]
+        if plan is not None:  # a subclass may have other subcommands
+            kind = int | str | None
+            plan.add_argument("--batch-size", dest="batch_size", type=kind, help="The same as `--batch_size`.")
 
     def instantiate_classes(self) -> None:
         """Instantiate everything; to plan, the model without memory for its weights."""

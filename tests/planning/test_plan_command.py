@@ -106,7 +106,7 @@ def test_a_plan_for_other_layers_is_refused(tmp_path, capsys):
 
 
 def test_the_largest_batch_is_as_large_as_fits(capsys):
-    run("plan", "--ckpt.memory_budget", "2MiB", "--batch_size", "max")
+    run("plan", "--ckpt.memory_budget", "2MiB", "--batch-size", "max")
     shown = capsys.readouterr().out
     rows = int(shown.split("has ")[1].split(" rows")[0])
     assert f"a batch of {rows} x {WIDTH}" in shown
