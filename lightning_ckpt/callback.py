@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_ckpt.agreement import Settings, agree, as_text
+from lightning_ckpt.agreement import Setting, Settings, agree, as_text
 from lightning_ckpt.budgeted import BudgetKeeper
 from lightning_ckpt.compiler import refuse_memory_budget
 from lightning_ckpt.findings import names_of, report_first_batch
@@ -223,10 +223,12 @@ class ActivationCheckpointing(pl.Callback):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Settings:
         """Attach recompute to the chosen layers; what all ranks have to agree on."""
         others = [callback for callback in callbacks_of(trainer) if isinstance(callback, ActivationCheckpointing)]
-        settings: Settings = {
+        settings: dict[str, Setting] = {
             "the number of these callbacks": str(len(others)),
             **{f"`{name}`": as_text(getattr(self, name)) for name in _COMPARED},
         }
+        if isinstance(self._budget, Plan):  # ranks may have read different files of one name
+            settings["`plan`"] = "; ".join(self._budget.lines())
         if not self.enabled:
             return settings
         refuse_memory_budget(repr(self))

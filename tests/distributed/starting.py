@@ -14,7 +14,8 @@ from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_ckpt import ActivationCheckpointing, OffloadDDPStrategy, agreement
+from lightning_ckpt import ActivationCheckpointing, OffloadDDPStrategy, agreement, make_plan
+from lightning_ckpt.planning import save_plan
 from tests.distributed.two_processes import CPUFSDPStrategy
 from tests.support import Block, Training, batches, blocks, trainer
 
@@ -69,6 +70,13 @@ def fit(callbacks: list[pl.Callback], count: int = 4, strategy: Strategy | str =
     return "trained"
 
 
+def planned(path: Path, budget: float) -> list[pl.Callback]:
+    """A callback with a plan in a file."""
+    plan = make_plan(Training(), next(iter(batches())), budget=budget)
+    save_plan(plan, path)
+    return [ActivationCheckpointing(plan=str(path))]
+
+
 def fit_checkpointed() -> str:
     """The warnings of the callback, and how many layers it still recomputes."""
     callback = ActivationCheckpointing(layers=["model.0", "model.1", "Block"])
@@ -92,6 +100,8 @@ def main(out: str) -> None:
     runs["several callbacks"] = lambda: fit(several(rank))
     runs["FSDP"] = fit_checkpointed
     runs["strategy"] = lambda: fit([], strategy=OffloadDDPStrategy(keep_last=1 + rank))
+    runs["plan"] = lambda: fit(planned(Path(out) / f"{rank}.yaml", budget=1 - rank))
+    runs["one plan in two files"] = lambda: fit(planned(Path(out) / f"same {rank}.yaml", budget=0))
     runs["one rank without"] = lambda: fit([] if rank else [ActivationCheckpointing()])  # the last: ranks are apart now
     for name, run in runs.items():
         (Path(out) / f"{name}.{rank}").write_text(run())

@@ -15,6 +15,7 @@ SAID = {
     "check_fn": "`check_fn` is is_block on rank 0 and is_linear on rank 1",
     "another model": "the chosen layers include model.4 on rank 0 and not on rank 1",
     "several callbacks": "the number of these callbacks is 2 on rank 0 and 1 on rank 1",
+    "plan": "`plan` is keep: 4 layers (model.{1, 2, 3, 4}) on rank 0 and recompute: 4 layers",
     "strategy": "`keep_last` is 1 on rank 0 and 2 on rank 1",
 }
 
@@ -39,8 +40,9 @@ def test_an_error_on_one_rank_stops_the_others(done):
     assert "rank 1 failed with SelectionError: `layers='Blok'` matches no module" in waiting
 
 
-def test_ranks_that_ask_for_the_same_train(done):
-    assert [(done.out / f"the same.{rank}").read_text() for rank in range(2)] == ["trained", "trained"]
+@pytest.mark.parametrize("name", ["the same", "one plan in two files"])
+def test_ranks_that_ask_for_the_same_train(done, name):
+    assert [(done.out / f"{name}.{rank}").read_text() for rank in range(2)] == ["trained", "trained"]
 
 
 def test_a_rank_without_the_callback_is_named(done):
