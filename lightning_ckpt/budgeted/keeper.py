@@ -63,6 +63,7 @@ class BudgetKeeper:
 
     Attributes:
         plan: what is done with the layers; None before the first batch, and while nothing is known.
+        stage: what the present step is used for; None before the first batch.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BudgetKeeper:
         start_engine: Callable[[OffloadOptions], Keep],
     ) -> None:
         self.plan: Plan | None = None
+        self.stage: Stage | None = None
         self._who = who
         self._trainer = trainer
         self._module = module
@@ -90,7 +92,6 @@ class BudgetKeeper:
         self._device: torch.device = trainer.strategy.root_device
         self._ranks = Ranks(trainer, who)
         self._communicates = communicates(self._layers.values())
-        self._stage: Stage | None = None
         self._steps = 0
         self._has_stepped = False
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
@@ -103,6 +104,7 @@ class BudgetKeeper:
         self._timed: list[tuple[dict[str, float], dict[str, float], float]] = []
         self._probes: list[str] = []
         self._elected: dict[str, Treatment] = {}  # by all ranks, also for layers that this one has not seen yet
+        self._unchecked: tuple[int, int] | None = None  # bytes of a larger batch with a new plan; the step to wait for
         self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
         self._all_steps = 0
         self._replanned = self._has_grown = False
@@ -114,7 +116,7 @@ class BudgetKeeper:
         """A micro-batch begins; it is on the device."""
         tensors = [] if hands_out_iterator(self._trainer) else tensors_of(batch)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        if self._stage is None:
+        if self.stage is None:
             self._largest = self._planned_for = nbytes
             self._longest = _dimensions(tensors)
             self._start(batch, tensors)
@@ -128,14 +130,14 @@ class BudgetKeeper:
         if nbytes > self._largest or (longest != self._longest and self._knowledge.is_rehearsed):
             self._longest = longest
             self._grow(batch, nbytes)
-        if self._stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK):
+        if self.stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK) or self._watch or self._checks_growth(nbytes):
             if self._watch is None:
-                traces = not self._knowledge.is_rehearsed and self._stage is not Stage.CHECK
+                traces = not self._knowledge.is_rehearsed and self.stage in (Stage.MEMORY, Stage.PROBE)
                 self._watch = StepWatch(self._device, self._layers, traces)
                 self._seen = 0
             self._seen = max(self._seen, nbytes)
             self._watch.begin(self._knowledge.present(tensors))
-        elif self._stage is Stage.TIMES:
+        elif self.stage is Stage.TIMES:
             self._times = LayerTimes(self._recomputed, make_clock(self._device))
 
     def optimizer_begins(self) -> None:
@@ -170,7 +172,7 @@ class BudgetKeeper:
     # ---------------------------------------------------------------- stages
 
     def _start(self, batch: Any, tensors: list[Tensor]) -> None:
-        self._stage = Stage.WARM_UP
+        self.stage = Stage.WARM_UP
         if isinstance(self._budget, Plan):
             if any(layer.treatment.moves for layer in self._budget.layers):
                 self._start_moving()
@@ -197,19 +199,19 @@ class BudgetKeeper:
 
     def _advance(self) -> None:
         """An optimizer step is over: what it has shown, and what the next one is for."""
-        stage = self._stage
+        stage = self.stage
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
         self._steps += 1
         if stage is Stage.WARM_UP and self._steps == _WARM_UP:
             is_final = isinstance(self._budget, Plan) or self._knowledge.times is not None
-            self._stage = Stage.CHECK if is_final else Stage.MEMORY
+            self.stage = Stage.CHECK if is_final else Stage.MEMORY
         elif stage is Stage.MEMORY:
             assert watch is not None
             if self._knowledge.is_rehearsed:
                 self._correct(watch)
-                self._stage = Stage.TIMES
+                self.stage = Stage.TIMES
             else:
                 self._learn_cheapest(watch)
         elif stage is Stage.PROBE:
@@ -222,6 +224,8 @@ class BudgetKeeper:
         elif stage is Stage.CHECK:
             assert watch is not None
             self._check(watch)
+        elif watch is not None:
+            self._check_growth(watch)
 
     def _correct(self, watch: StepWatch) -> None:
         """The rehearsal does not know of workspaces, fragments, buffers of a strategy."""
@@ -238,7 +242,7 @@ class BudgetKeeper:
                 f"{self._who}: what layers take cannot be measured here, since the backward holds an operator that "
                 "computes otherwise while it is watched. All of them are recomputed."
             )
-            self._stage = Stage.SETTLED
+            self.stage = Stage.SETTLED
             return
         assert watch.trace is not None
         assert watch.peak is not None
@@ -250,7 +254,7 @@ class BudgetKeeper:
         own = choose_probes(knowledge.planner, knowledge.limit) if self._operators else []
         self._probes = self._ranks.common(own)
         if self._probes:
-            self._stage = Stage.PROBE
+            self.stage = Stage.PROBE
             self._treat({name: Treatment.POLICY if name in self._probes else self._cheapest for name in self._layers})
         else:
             self._plan_measured()
@@ -258,7 +262,7 @@ class BudgetKeeper:
     def _plan_measured(self) -> None:
         """What layers take is known as far as it can be: a plan, whose times are still those by formula."""
         self._apply(self._elect(self._later_plan()))
-        self._stage = Stage.TIMES
+        self.stage = Stage.TIMES
 
     def _learn_times(self) -> None:
         assert self.plan is not None
@@ -280,11 +284,11 @@ class BudgetKeeper:
         if not is_new:
             rank_zero_info(f"{self._who}: the plan stays as it is, {plan.totals()[-1]}.")
         # Layers that are treated anew make copies until they have learned what changes in a call.
-        self._steps, self._stage = 0, Stage.WARM_UP if is_new else Stage.CHECK
+        self._steps, self.stage = 0, Stage.WARM_UP if is_new else Stage.CHECK
 
     def _check(self, watch: StepWatch) -> None:
         assert self.plan is not None
-        self._stage = Stage.SETTLED
+        self.stage = Stage.SETTLED
         own, limit = watch.peak, self._knowledge.limit
         excess = self._ranks.most(0 if own is None else own - limit)
         if excess <= 0:
@@ -304,7 +308,7 @@ class BudgetKeeper:
             self._knowledge.others += max(0, own - self.plan.peak_bytes)
         rank_zero_info(f"{above}, so the plan is made again.")
         self._plan_again()
-        self._steps, self._stage = 0, Stage.WARM_UP
+        self._steps, self.stage = 0, Stage.WARM_UP
 
     def _plan_again(self) -> None:
         """One plan for all ranks, from what each knows now."""
@@ -329,12 +333,37 @@ class BudgetKeeper:
             self._largest = max(self._largest, int(nbytes * (1 + _GROWTH)))
         except BudgetError:
             plan = self._later_plan()
+        self._change(plan, announce=not self._has_grown)
+        self._has_grown = True
+        self._unchecked = nbytes, self._all_steps + _WARM_UP
+
+    def _checks_growth(self, nbytes: int) -> bool:
+        """Whether a batch of this size shows what the plan for larger ones really takes."""
+        if self._unchecked is None or self.stage is not Stage.SETTLED:
+            return False
+        least, since = self._unchecked
+        return nbytes >= least and self._all_steps >= since
+
+    def _check_growth(self, watch: StepWatch) -> None:
+        assert self.plan is not None
+        self._unchecked = None
+        knowledge = self._knowledge
+        if watch.peak is None or watch.peak <= knowledge.limit or self._is_least:
+            return
+        rank_zero_info(
+            f"{self._who}: with longer batches the peak is {size(watch.peak)}, above the budget of "
+            f"{size(knowledge.limit)}, so the plan is made again."
+        )
+        knowledge.correct(self.plan.peak_bytes, watch.peak)
+        self._change(self._later_plan(), announce=True)
+
+    def _change(self, plan: Plan, announce: bool) -> None:
+        """This rank needs another plan; all have the same as soon as everybody can know of it."""
         if self._ranks.several:
             self._wanted = plan
             self._ranks.call(self._all_steps)
         if not self._ranks.several or not self._communicates:
-            self._apply(plan, announce=not self._has_grown)
-        self._has_grown = True
+            self._apply(plan, announce)
 
     # ---------------------------------------------------------------- parts
 
@@ -385,9 +414,8 @@ class BudgetKeeper:
             return
         options = replace(self._options, move="all", keep_last=0)
         link = self._knowledge.link
-        if link is not None:  # half of the window for each way, since both may be on their way at once
-            half = link.window_bytes // 2
-            options = replace(options, max_inflight_bytes=half, prefetch_bytes=half)
+        if link is not None:
+            options = replace(options, max_inflight_bytes=link.inflight_bytes, prefetch_bytes=link.prefetch_bytes)
         self._pack = self._start_engine(options)
 
     def _elect(self, plan: Plan) -> Plan:

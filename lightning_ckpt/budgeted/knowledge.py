@@ -115,6 +115,18 @@ class Knowledge:
             return None
         return self.profile is known
 
+    def correct(self, planned: int, peak: int) -> None:
+        """A larger batch has had this peak instead of the planned one.
+
+        A rehearsal knows what layers take, so that it must be others. What was scaled in proportion may grow faster.
+        """
+        assert self.profile is not None
+        base = self.profile.base + self.others
+        if self.is_rehearsed and not self._is_blind:
+            self.others += max(0, peak - planned)
+        elif planned > base:
+            self.profile = self.profile.scaled(max(1.0, (peak - base) / (planned - base)))
+
     def _make_preflight(self, batch: Any) -> Preflight:
         trainer, module = self._trainer, self._module
         if not module.automatic_optimization:

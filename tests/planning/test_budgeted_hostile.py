@@ -382,6 +382,75 @@ class LogsAndMeasures(Module):
         return {"loss": loss, "output": output.detach()}
 
 
+CLASSES = {"task": "multiclass", "num_classes": WIDTH}
+
+# Metrics that read numbers of tensors, and so cannot be computed in a rehearsal; and one that can.
+METRICS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Any]]] = {
+    "mean": (torchmetrics.MeanMetric, lambda metric, output, words: metric(output.mean())),
+    "updated, then computed": (
+        lambda: torchmetrics.ConfusionMatrix(**CLASSES),
+        lambda metric, output, words: (metric.update(output, words), metric.compute().trace())[1],
+    ),
+    "updated only": (
+        lambda: torchmetrics.AUROC(**CLASSES, thresholds=8),
+        lambda metric, output, words: metric.update(output, words),
+    ),
+    "several": (
+        lambda: torchmetrics.MetricCollection(
+            [torchmetrics.Accuracy(**CLASSES), torchmetrics.CohenKappa(**CLASSES), torchmetrics.F1Score(**CLASSES)]
+        ),
+        lambda metric, output, words: metric(output, words),
+    ),
+    "tracked": (
+        lambda: torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), window=3),
+        lambda metric, output, words: metric(output.mean()),
+    ),
+    "computable": (
+        lambda: torchmetrics.Accuracy(**CLASSES),
+        lambda metric, output, words: metric(output, words),
+    ),
+}
+
+
+class Measured(Module):
+    """Has a metric in its step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        make, self.use = METRICS[name]
+        self.metric = make()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.model(batch)
+        value = self.use(self.metric, output.detach(), batch.argmax(-1))
+        if isinstance(value, dict):
+            self.log_dict(value)
+        elif value is not None:
+            self.log("value", value)
+        return output.square().mean()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_step_with_metrics_is_rehearsed(name):
+    result = assert_exact(lambda: Measured(name))
+    assert result.plans[0] is not None, result.own_words
+    plain: list[Measured] = []
+    fit(lambda: plain.append(Measured(name)) or plain[0], rows(*ALIKE))
+    assert set(vars(result.module.metric)) == set(vars(plain[0].metric)), "something of a rehearsal is left"
+    values = [each.metric.compute() for each in (result.module, plain[0])]
+    torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_error_of_a_metric_is_not_hidden():
+    class Wrong(Measured):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.metric(self.model(batch))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(TypeError, match="target"):
+        budgeted(lambda: Wrong("several"))
+
+
 class EndsEpoch(Validated):
     """Ends an epoch in the middle, before a step is made of its batch."""
 
@@ -641,6 +710,22 @@ def test_batches_of_many_kinds_that_grow(make, find):
         budget="1300KiB",
     )
     assert len({tuple(plan.assignment.values()) for plan in result.plans}) > 1, "no plan for larger batches"
+
+
+def test_a_longer_batch_that_takes_more_than_it_was_scaled_to_is_planned_for_again(tmp_path):
+    shapes = [(4, 64)] * 9 + [(4, 128)] * 8
+    result = assert_exact(
+        lambda: ReadsLoss(nn.Sequential(*[Pairwise() for _ in range(6)])),
+        data=DataLoader([torch.randn(*shape, WIDTH) for shape in shapes], batch_size=None),  # type: ignore[arg-type]
+        budget="1400KiB",
+        monitor=True,
+        settings=lambda: {"logger": CSVLogger(tmp_path)},
+    )
+    assert sum("with longer batches the peak is 1.9 MiB, above" in line for line in result.own_words) == 1
+    peaks = {int(row["step"]): row["memory/peak_MiB"] * 1024 for row in read_last(tmp_path)}
+    assert peaks[9] > 1400  # twice the length is more than twice the bytes
+    planned = result.plans[-1].peak_bytes / 1024
+    assert all(0.97 * planned <= peaks[step] <= planned <= 1400 for step in range(12, 17)), (peaks, planned)
 
 
 class Embeds(Module):
