@@ -1,9 +1,8 @@
 """The stages of a training run with a memory budget."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lightning_ckpt.budgeted.knowledge import Knowledge, Times
 from lightning_ckpt.budgeted.ranks import Ranks, communicates
+from lightning_ckpt.budgeted.sizes import BatchSizes, bytes_of
 from lightning_ckpt.budgeted.watch import StepWatch
 from lightning_ckpt.measure.clock import make_clock
 from lightning_ckpt.measure.work import tensors_of
@@ -95,16 +95,13 @@ class BudgetKeeper:
         self._steps = 0
         self._has_stepped = False
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
-        self._largest = 0  # bytes of a batch that the plan holds for
-        self._longest: list[int] = []  # the longest of all dimensions in batches that it holds for
-        self._planned_for = 0  # of the batch that it was made from
-        self._seen = 0  # of the largest one while memory is measured
+        self._sizes = BatchSizes([])
+        self._seen = 0  # bytes of the largest batch while memory is measured
         self._watch: StepWatch | None = None
         self._times: LayerTimes | None = None
         self._timed: list[tuple[dict[str, float], dict[str, float], float]] = []
         self._probes: list[str] = []
         self._elected: dict[str, Treatment] = {}  # by all ranks, also for layers that this one has not seen yet
-        self._unchecked: tuple[int, int] | None = None  # bytes of a larger batch with a new plan; the step to wait for
         self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
         self._all_steps = 0
         self._replanned = self._has_grown = False
@@ -115,10 +112,8 @@ class BudgetKeeper:
     def batch_begins(self, batch: Any) -> None:
         """A micro-batch begins; it is on the device."""
         tensors = [] if hands_out_iterator(self._trainer) else tensors_of(batch)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
         if self.stage is None:
-            self._largest = self._planned_for = nbytes
-            self._longest = _dimensions(tensors)
+            self._sizes = BatchSizes(tensors)
             self._start(batch, tensors)
         if self._has_stepped:  # a plan changes between steps, when everybody has seen what the last one was
             self._has_stepped = False
@@ -126,16 +121,15 @@ class BudgetKeeper:
             self._advance()
             if self._ranks.called(self._all_steps):
                 self._plan_again()
-        longest = list(map(max, zip_longest(self._longest, _dimensions(tensors), fillvalue=0)))
-        if nbytes > self._largest or (longest != self._longest and self._knowledge.is_rehearsed):
-            self._longest = longest
-            self._grow(batch, nbytes)
-        if self.stage in (Stage.MEMORY, Stage.PROBE, Stage.CHECK) or self._watch or self._checks_growth(nbytes):
+        if self._sizes.are_exceeded_by(tensors, by_shape=self._knowledge.is_rehearsed):
+            self._grow(batch, bytes_of(tensors))
+        measures = self.stage in (Stage.MEMORY, Stage.PROBE)
+        if measures or self.stage is Stage.CHECK or self._watch is not None or self._checks_growth(tensors):
             if self._watch is None:
-                traces = not self._knowledge.is_rehearsed and self.stage in (Stage.MEMORY, Stage.PROBE)
+                traces = measures and not self._knowledge.is_rehearsed
                 self._watch = StepWatch(self._device, self._layers, traces)
                 self._seen = 0
-            self._seen = max(self._seen, nbytes)
+            self._seen = max(self._seen, bytes_of(tensors))
             self._watch.begin(self._knowledge.present(tensors))
         elif self.stage is Stage.TIMES:
             self._times = LayerTimes(self._recomputed, make_clock(self._device))
@@ -233,7 +227,7 @@ class BudgetKeeper:
         if watch.peak is not None:
             excess = watch.peak - self.plan.peak_bytes
             # A smaller batch than that of the plan must not make room for more than there is.
-            self._knowledge.others += excess if self._seen >= self._planned_for else max(0, excess)
+            self._knowledge.others += excess if self._seen >= self._sizes.planned_for else max(0, excess)
 
     def _learn_cheapest(self, watch: StepWatch) -> None:
         unknown = watch.trace is None or watch.peak is None
@@ -316,7 +310,7 @@ class BudgetKeeper:
 
     def _grow(self, batch: Any, nbytes: int) -> None:
         """A batch is larger than all before: the plan must hold for it."""
-        ratio, self._largest = nbytes / max(1, self._largest), max(nbytes, self._largest)
+        ratio = self._sizes.grow(nbytes)
         knowledge = self._knowledge
         if self.plan is None or knowledge.profile is None:
             return
@@ -324,29 +318,25 @@ class BudgetKeeper:
         if fits is None:
             knowledge.profile = knowledge.profile.scaled(ratio)
         else:
-            self._planned_for = nbytes
+            self._sizes.planned_for = nbytes
         if fits:
             return
         room = int(_GROWTH * max(0, self.plan.peak_bytes - knowledge.profile.base))
         try:
             plan = knowledge.planner.plan(knowledge.limit - room)  # so that the next longer batch needs no other one
-            self._largest = max(self._largest, int(nbytes * (1 + _GROWTH)))
+            self._sizes.grow(int(nbytes * (1 + _GROWTH)))
         except BudgetError:
             plan = self._later_plan()
         self._change(plan, announce=not self._has_grown)
         self._has_grown = True
-        self._unchecked = nbytes, self._all_steps + _WARM_UP
+        self._sizes.check_from(self._all_steps + _WARM_UP, nbytes)
 
-    def _checks_growth(self, nbytes: int) -> bool:
-        """Whether a batch of this size shows what the plan for larger ones really takes."""
-        if self._unchecked is None or self.stage is not Stage.SETTLED:
-            return False
-        least, since = self._unchecked
-        return nbytes >= least and self._all_steps >= since
+    def _checks_growth(self, tensors: Sequence[Tensor]) -> bool:
+        return self.stage is Stage.SETTLED and self._sizes.are_checked_by(tensors, self._all_steps)
 
     def _check_growth(self, watch: StepWatch) -> None:
+        """What a plan for larger batches has really taken."""
         assert self.plan is not None
-        self._unchecked = None
         knowledge = self._knowledge
         if watch.peak is None or watch.peak <= knowledge.limit or self._is_least:
             return
@@ -428,7 +418,3 @@ class BudgetKeeper:
         chosen = self._ranks.elect(plan.kept_bytes - knowledge.limit, own)
         self._elected = {name: Treatment(treatment) for name, treatment in chosen.items()}
         return plan if chosen == own else knowledge.describe(self._elected, self._cheapest)
-
-
-def _dimensions(tensors: list[Tensor]) -> list[int]:
-    return [length for tensor in tensors for length in tensor.shape]

@@ -202,7 +202,7 @@ class Witness(pl.Callback):
         layers = self.checkpointing._recomputed
         kinds = [("policy" if layer.policy else "recompute") if layer.recomputes else "keep" for layer in layers]
         self.seen.treatments.append(kinds)
-        self.seen.stages.append(keeper._stage.name)
+        self.seen.stages.append(keeper.stage.name)
         self.seen.budget = keeper._knowledge.limit
         self.seen.planned.append(None if keeper.plan is None else keeper.plan.peak_bytes)
 
