@@ -333,7 +333,7 @@ class ActivationCheckpointing(pl.Callback):
             budget,
             operators,
             options,
-            lambda options: self._start_engine(trainer, pl_module, options).pack,
+            lambda options: self._start_engine(trainer, pl_module, options),
         )
 
     def _start_engine(
@@ -380,6 +380,11 @@ class ActivationCheckpointing(pl.Callback):
             self.budget_keeper.batch_begins(batch)
         if self.offload_engine is not None:
             self.offload_engine.begin()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.budget_keeper is not None:
+            self.budget_keeper.backward_ends()
 
     @override
     def on_before_optimizer_step(

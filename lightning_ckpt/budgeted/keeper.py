@@ -8,16 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ckpt.budgeted.knowledge import Knowledge, Times
+from lightning_ckpt.budgeted.knowledge import Knowledge, Times, will_accumulate
 from lightning_ckpt.budgeted.ranks import Ranks, communicates
 from lightning_ckpt.budgeted.sizes import BatchSizes, bytes_of
 from lightning_ckpt.budgeted.watch import StepWatch
 from lightning_ckpt.measure.clock import make_clock
 from lightning_ckpt.measure.work import tensors_of
 from lightning_ckpt.monitor.trainer import hands_out_iterator
-from lightning_ckpt.offload import OffloadOptions
+from lightning_ckpt.offload import OffloadEngine, OffloadOptions
 from lightning_ckpt.planning.budget import Budget, BudgetError
 from lightning_ckpt.planning.plan import Plan, size
 from lightning_ckpt.planning.preflight import PreflightError
@@ -25,10 +25,10 @@ from lightning_ckpt.planning.probing import choose_probes, profile_of_cheapest, 
 from lightning_ckpt.planning.times import LayerTimes
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute
-from lightning_ckpt.recompute.arguments import Keep
 from lightning_ckpt.recompute.policy import Operators
 
 _WARM_UP = 2  # optimizer steps in which the optimizer's state is made, and the first calls of layers are looked at
+_SKIPPED = 8  # optimizer steps that are not measured, since there was no backward, until any one is
 _GROWTH = 0.1  # room that is left for batches that are longer still, as a part of what activations take
 
 
@@ -75,7 +75,7 @@ class BudgetKeeper:
         budget: Budget | Plan,
         operators: Operators,
         options: OffloadOptions | None,
-        start_engine: Callable[[OffloadOptions], Keep],
+        start_engine: Callable[[OffloadOptions], OffloadEngine],
     ) -> None:
         self.plan: Plan | None = None
         self.stage: Stage | None = None
@@ -88,7 +88,7 @@ class BudgetKeeper:
         self._operators = operators
         self._options = options
         self._start_engine = start_engine
-        self._pack: Keep | None = None
+        self._engine: OffloadEngine | None = None
         self._device: torch.device = trainer.strategy.root_device
         self._ranks = Ranks(trainer, who)
         self._communicates = communicates(self._layers.values())
@@ -96,6 +96,12 @@ class BudgetKeeper:
         self._has_stepped = False
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
         self._sizes = BatchSizes([])
+        self._parameters: list[nn.Parameter] = []
+        self._trained: tuple[list[bool], list[int]] = [], []
+        self._idle = recomputed  # layers that have not run in training yet
+        self._ran_backward = False
+        self._has_skipped = False  # whether the step before had none
+        self._skipped = 0  # steps that were not measured for that
         self._seen = 0  # bytes of the largest batch while memory is measured
         self._watch: StepWatch | None = None
         self._times: LayerTimes | None = None
@@ -114,6 +120,8 @@ class BudgetKeeper:
         tensors = [] if hands_out_iterator(self._trainer) else tensors_of(batch)
         if self.stage is None:
             self._sizes = BatchSizes(tensors)
+            self._parameters = list(self._module.parameters())
+            self._trained = self._what_is_trained()
             self._start(batch, tensors)
         if self._has_stepped:  # a plan changes between steps, when everybody has seen what the last one was
             self._has_stepped = False
@@ -121,7 +129,8 @@ class BudgetKeeper:
             self._advance()
             if self._ranks.called(self._all_steps):
                 self._plan_again()
-        if self._sizes.are_exceeded_by(tensors, by_shape=self._knowledge.is_rehearsed):
+        is_larger = self._sizes.are_exceeded_by(tensors, by_shape=self._knowledge.is_rehearsed)
+        if self._has_changed() or is_larger:
             self._grow(batch, bytes_of(tensors))
         measures = self.stage in (Stage.MEMORY, Stage.PROBE)
         if measures or self.stage is Stage.CHECK or self._watch is not None or self._checks_growth(tensors):
@@ -132,7 +141,11 @@ class BudgetKeeper:
             self._seen = max(self._seen, bytes_of(tensors))
             self._watch.begin(self._knowledge.present(tensors))
         elif self.stage is Stage.TIMES:
-            self._times = LayerTimes(self._recomputed, make_clock(self._device))
+            self._times = LayerTimes(self._recomputed, make_clock(self._device), self._engine)
+
+    def backward_ends(self) -> None:
+        """There was a backward in this optimizer step."""
+        self._ran_backward = True
 
     def optimizer_begins(self) -> None:
         """The gradients are there."""
@@ -162,6 +175,19 @@ class BudgetKeeper:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    def _has_changed(self) -> bool:
+        """Whether a rehearsed step is not the same any more, so that it has to be rehearsed again."""
+        before, self._trained = self._trained, self._what_is_trained()
+        begun = {each.name for each in self._idle if each.called}
+        self._idle = [each for each in self._idle if not each.called]
+        profile = self._knowledge.profile
+        has_begun = profile is not None and not begun.isdisjoint(profile.uncalled)
+        return self._knowledge.is_rehearsed and (has_begun or before != self._trained)
+
+    def _what_is_trained(self) -> tuple[list[bool], list[int]]:
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        return [each.requires_grad for each in self._parameters], [len(group["params"]) for group in groups]
 
     # ---------------------------------------------------------------- stages
 
@@ -197,6 +223,9 @@ class BudgetKeeper:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        ran_backward, self._ran_backward = self._ran_backward, False
+        if stage in (Stage.MEMORY, Stage.PROBE, Stage.TIMES) and self._is_skipped(ran_backward):
+            return
         self._steps += 1
         if stage is Stage.WARM_UP and self._steps == _WARM_UP:
             is_final = isinstance(self._budget, Plan) or self._knowledge.times is not None
@@ -211,7 +240,9 @@ class BudgetKeeper:
         elif stage is Stage.PROBE:
             assert watch is not None
             if watch.trace is not None and self._knowledge.profile is not None:
-                self._knowledge.profile = with_policy(self._knowledge.profile, watch.trace, self._probes)
+                self._knowledge.profile = with_policy(
+                    self._knowledge.profile, watch.trace, self._probes, self._sizes.beyond(self._seen)
+                )
             self._plan_measured()
         elif stage is Stage.TIMES:
             self._learn_times()
@@ -221,13 +252,30 @@ class BudgetKeeper:
         elif watch is not None:
             self._check_growth(watch)
 
+    def _is_skipped(self, ran_backward: bool) -> bool:
+        """Whether a later step has to be measured: this one, or the one before, had no backward on some rank.
+
+        A step after one without a backward begins without gradients, and so takes less than others.
+        """
+        skipped = self._ranks.failure(None if ran_backward else "skipped") is not None
+        waits = skipped or self._has_skipped
+        self._has_skipped = skipped
+        self._skipped += waits
+        if waits:
+            self._timed.clear()
+        return waits and self._skipped <= _SKIPPED
+
     def _correct(self, watch: StepWatch) -> None:
         """The rehearsal does not know of workspaces, fragments, buffers of a strategy."""
         assert self.plan is not None
         if watch.peak is not None:
             excess = watch.peak - self.plan.peak_bytes
-            # A smaller batch than that of the plan must not make room for more than there is.
-            self._knowledge.others += excess if self._seen >= self._sizes.planned_for else max(0, excess)
+            if excess < 0:  # what was not under way, though it might have been, makes no room for plans that move less
+                excess = min(0, excess + self._knowledge.under_way(self.plan))
+            # A smaller step than that of the plan must not make room for more than there is.
+            accumulates = self._trainer.accumulate_grad_batches > 1
+            is_whole = self._seen >= self._sizes.planned_for and accumulates == will_accumulate(self._trainer)
+            self._knowledge.others += excess if is_whole else max(0, excess)
 
     def _learn_cheapest(self, watch: StepWatch) -> None:
         unknown = watch.trace is None or watch.peak is None
@@ -241,7 +289,8 @@ class BudgetKeeper:
         assert watch.trace is not None
         assert watch.peak is not None
         knowledge = self._knowledge
-        knowledge.profile = profile_of_cheapest(self._layers, watch.trace, self._cheapest.moves)
+        profile = profile_of_cheapest(self._layers, watch.trace, self._cheapest.moves)
+        knowledge.profile = profile.scaled(self._sizes.beyond(self._seen))  # there have been larger batches
         knowledge.others = watch.peak - watch.trace.peak
         knowledge.measure_link()
         self._first_plan()  # an error if even this does not fit
@@ -312,14 +361,17 @@ class BudgetKeeper:
         """A batch is larger than all before: the plan must hold for it."""
         ratio = self._sizes.grow(nbytes)
         knowledge = self._knowledge
-        if self.plan is None or knowledge.profile is None:
+        if knowledge.profile is None:
             return
-        fits = knowledge.holds(self.plan.assignment, batch)
-        if fits is None:
+        peak = None if self.plan is None else knowledge.peak_with(self.plan.assignment, batch)
+        if peak is None:
             knowledge.profile = knowledge.profile.scaled(ratio)
         else:
             self._sizes.planned_for = nbytes
-        if fits:
+        if self.plan is None:
+            return
+        if peak is not None and peak <= knowledge.limit:
+            self.plan = replace(self.plan, peak_bytes=max(self.plan.peak_bytes, peak))
             return
         room = int(_GROWTH * max(0, self.plan.peak_bytes - knowledge.profile.base))
         try:
@@ -327,7 +379,7 @@ class BudgetKeeper:
             self._sizes.grow(int(nbytes * (1 + _GROWTH)))
         except BudgetError:
             plan = self._later_plan()
-        self._change(plan, announce=not self._has_grown)
+        self._change(replace(plan, budget_bytes=knowledge.limit), announce=not self._has_grown)
         self._has_grown = True
         self._sizes.check_from(self._all_steps + _WARM_UP, nbytes)
 
@@ -359,7 +411,7 @@ class BudgetKeeper:
 
     @property
     def _cheapest(self) -> Treatment:
-        return Treatment.RECOMPUTE if self._pack is None else Treatment.RECOMPUTE_OFFLOAD
+        return Treatment.RECOMPUTE if self._engine is None else Treatment.RECOMPUTE_OFFLOAD
 
     def _first_plan(self) -> Plan:
         planner, plan, failure = self._knowledge.planner, None, None
@@ -395,18 +447,19 @@ class BudgetKeeper:
             rank_zero_info("\n  ".join([f"{self._who}: {what}", *str(plan).splitlines()]))
 
     def _treat(self, assignment: Assignment) -> None:
+        pack = None if self._engine is None else self._engine.pack
         for each in self._recomputed:
-            treat(each, assignment.get(each.name, Treatment.KEEP), self._operators, self._pack)
+            treat(each, assignment.get(each.name, Treatment.KEEP), self._operators, pack)
 
     def _start_moving(self) -> None:
         """Start what moves activations, if anything may be: all that it is told to, since the plan has chosen."""
-        if self._options is None or self._pack is not None:
+        if self._options is None or self._engine is not None:
             return
         options = replace(self._options, move="all", keep_last=0)
         link = self._knowledge.link
         if link is not None:
             options = replace(options, max_inflight_bytes=link.inflight_bytes, prefetch_bytes=link.prefetch_bytes)
-        self._pack = self._start_engine(options)
+        self._engine = self._start_engine(options)
 
     def _elect(self, plan: Plan) -> Plan:
         """One plan for all ranks: that of the rank that needs most."""

@@ -1,17 +1,20 @@
 """What is known of a training step, and so which plans fit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_ckpt.budgeted.surroundings import nothing_logged, surroundings
 from lightning_ckpt.measure.storage import StorageSizes
-from lightning_ckpt.monitor.trainer import hands_out_iterator, model_tensors, optimizer_tensors
+from lightning_ckpt.monitor.trainer import callbacks_of, hands_out_iterator, model_tensors, optimizer_tensors
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.planning.budget import Budget
 from lightning_ckpt.planning.links import link_of, measured
@@ -100,20 +103,30 @@ class Knowledge:
         self._preflight = self.profile = None
         self.others = 0
 
-    def holds(self, assignment: Assignment, batch: Any) -> bool | None:
-        """Whether a larger batch fits under an assignment, None if it cannot be rehearsed; what layers cost with it."""
-        if self._preflight is None or self._is_blind:
+    def peak_with(self, assignment: Assignment, batch: Any) -> int | None:
+        """The peak with another batch, None if it cannot be rehearsed; what layers cost with it, if it is too much."""
+        if self._preflight is None or self._is_blind or self.profile is None:
             return None
-        known = self.profile
         try:
             preflight = self._make_preflight(batch)
-            if preflight.run(assignment).peak + self.others > self.limit:
-                self.profile = self._profile_of(preflight)
+            moves = self.link is not None and any(treatment.moves for treatment in assignment.values())
+            window = self.link.window_bytes if self.link is not None and moves else 0
+            peak = preflight.run(assignment).peak + self.others + window  # at most: no more can be under way
+            # As long as the plan holds, what layers cost may stay unknown, but for peaks, which are taken for exact.
+            is_held = peak <= self.limit
+            self.profile = replace(self.profile, peaks={}) if is_held else self._profile_of(preflight)
             self._preflight = preflight
         except PreflightError:
             self._is_blind = True
             return None
-        return self.profile is known
+        if is_held:
+            return peak
+        planner = self.planner
+        return planner.peak_of([assignment.get(layer.name, Treatment.KEEP) for layer in planner.profile.layers])
+
+    def under_way(self, plan: Plan) -> int:
+        """Bytes that may be on their way under a plan at once, and are counted as if they were."""
+        return 0 if self.link is None else min(self.link.window_bytes, sum(layer.moved_bytes for layer in plan.layers))
 
     def correct(self, planned: int, peak: int) -> None:
         """A larger batch has had this peak instead of the planned one.
@@ -142,10 +155,16 @@ class Knowledge:
             step_of(module),
             optimizers=trainer.optimizers,
             operators=self._operators,
-            accumulates=trainer.accumulate_grad_batches > 1,
-            around_step=trainer.strategy.precision_plugin.train_step_context,
+            accumulates=will_accumulate(trainer),
+            around_step=self._around_step,
+            around=surroundings(trainer),
             min_bytes=int((self._options or OffloadOptions()).min_bytes),
         )
+
+    @contextlib.contextmanager
+    def _around_step(self) -> Iterator[None]:
+        with nothing_logged(self._trainer), self._trainer.strategy.precision_plugin.train_step_context():
+            yield
 
     def _profile_of(self, preflight: Preflight) -> Profile:
         return profile_by_preflight(preflight, bool(self._operators), self._options is not None)
@@ -204,6 +223,12 @@ class Knowledge:
         known = StorageSizes()
         known.add_all(tensor for tensor in self.present(tensors) if tensor.device == self._device)
         return max(0, torch.accelerator.memory_allocated(self._device) - known.bytes_without())
+
+
+def will_accumulate(trainer: pl.Trainer) -> bool:
+    """Whether gradients of several batches are added up before an optimizer step, in this epoch or in a later one."""
+    schedules = [each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler)]
+    return trainer.accumulate_grad_batches > 1 or any(each.going_to_accumulate_grad_batches() for each in schedules)
 
 
 def _with_bound(layer: LayerProfile, treatment: Treatment) -> LayerProfile:

@@ -43,6 +43,10 @@ class LiveBytes(TorchDispatchMode):
             for storage in storages(tensor):
                 self._born(storage)
 
+    def alive(self) -> list[weakref.ref[torch.UntypedStorage]]:
+        """The storages that are alive now."""
+        return list(self._alive.values())
+
     def take_peak(self) -> int:
         """The most bytes alive at once since the last call."""
         taken, self.peak = self.peak, self.current

@@ -1,11 +1,11 @@
 """How much a batch holds: tokens where it can be told, samples else."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for item in value:
             yield from _tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors(list(vars(value).values()))
+        names = dict.fromkeys([*(each.name for each in fields(value)), *getattr(value, "__dict__", ())])
+        yield from _tensors([getattr(value, name, None) for name in names])
+    else:
+        yield from _tensors(list(parts_of(value).values()))
+
+
+def parts_of(batch: Any) -> dict[str, Any]:
+    """Attributes of a batch of a kind of its own, which can move to a device itself: those that may hold tensors."""
+    if not callable(getattr(batch, "to", None)) or not hasattr(batch, "__dict__") or isinstance(batch, nn.Module):
+        return {}
+    return {name: value for name, value in vars(batch).items() if isinstance(value, (Tensor, Mapping, list, tuple))}
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Hashable:

@@ -333,6 +333,16 @@ class OffloadEngine:
         with self._guard:
             return self._ledger.take(self._planner.link)
 
+    def note_waits(self) -> None:
+        """Note when the device waits for copies, until `take_waits`."""
+        self._ledger.noted_waits = []
+
+    def take_waits(self) -> list[tuple[torch.Event, torch.Event]]:
+        """The beginnings and ends of waits since `note_waits`."""
+        with self._guard:
+            waits, self._ledger.noted_waits = self._ledger.noted_waits or [], None
+        return waits
+
     def learn(self, model: nn.Module | None) -> None:
         """Note what `model` keeps in memory anyway: its parameters and buffers never travel."""
         self._admission.learn(model)

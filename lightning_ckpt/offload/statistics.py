@@ -77,12 +77,14 @@ class Ledger:
         steps: optimizer steps so far.
         resident_bytes: storages on the device now that are large enough to travel.
         step: the statistics of the current optimizer step.
+        noted_waits: waits of the device for copies since somebody has asked for them; None while nobody has.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.resident_bytes = 0
         self.step = StepStatistics()
+        self.noted_waits: list[Pair] | None = None
         self._taken_at = 0
 
     def stays(self, reason: str, nbytes: int = 0) -> None:
@@ -101,6 +103,8 @@ class Ledger:
         """Take over the waits of the device for copies."""
         if waits:
             (self.step.backward_waits if in_backward else self.step.forward_waits).extend(waits)
+            if self.noted_waits is not None:
+                self.noted_waits.extend(waits)
             if timeline is not None:
                 for pair in waits:
                     timeline.waited(pair)

@@ -125,6 +125,8 @@ def profile_by_preflight(preflight: Preflight, with_policy: bool, with_offload: 
     if with_offload:
         treatments += [Treatment.OFFLOAD, Treatment.RECOMPUTE_OFFLOAD]
     traces = {each: preflight.run(dict.fromkeys(preflight.layers, each)) for each in treatments}
+    if len({frozenset(call.name for call in trace.calls) for trace in traces.values()}) > 1:
+        raise PreflightError("it runs other layers every time")
     return make_profile(preflight.layers, traces)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from lightning_ckpt.planning.budget import BudgetError
 from lightning_ckpt.planning.frontier import Frontier, Point
 from lightning_ckpt.planning.plan import LayerPlan, Plan, size
-from lightning_ckpt.planning.profile import Profile
+from lightning_ckpt.planning.profile import LayerProfile, Profile
 from lightning_ckpt.planning.solver import Chain, Choice, Link, Solution, binding, cost, lowest, peak, solve
 from lightning_ckpt.planning.treatment import Assignment, Treatment
 from lightning_ckpt.recompute.policy import Operators
@@ -44,7 +44,9 @@ class Planner:
         self._measured = measured
         layers = [
             {
-                treatment: Choice(c.resident, c.transient, round(c.recompute_s * 1e9), c.moved)
+                treatment: Choice(
+                    c.resident, c.transient, round(c.recompute_s * 1e9) + self._late_ns(layer, c.moved, link), c.moved
+                )
                 for treatment, c in layer.costs.items()
                 if link is not None or not treatment.moves
             }
@@ -64,6 +66,17 @@ class Planner:
                 if all(treatment in choices for choices in layers):
                     alike = self.uniform(treatment)
                     self._peaks[tuple(alike)] = seen + others + self._under_way(alike)
+
+    def _late_ns(self, layer: LayerProfile, moved: int, link: Link | None) -> int:
+        """The time for which backward waits, as a layer's copies back take longer than a backward of such a layer.
+
+        Backward is taken to share its time among layers as forward does. Waits within a layer are not foreseen.
+        """
+        forward_s = sum(each.forward_s for each in self.profile.layers)
+        if link is None or not moved or not forward_s:
+            return 0
+        backward_s = layer.forward_s * max(0.0, self.profile.step_s / forward_s - 1)
+        return max(0, link.copy_ns(moved) - round(backward_s * 1e9))
 
     # ---------------------------------------------------------------- what plans come to
 
@@ -155,7 +168,9 @@ class Planner:
                     of_it.recompute_s,
                 )
             )
-        layers += [LayerPlan(name, Treatment.KEEP, 0, 0, 0, 0.0, 0.0) for name in self.profile.uncalled]
+        # Nothing is known of layers that do not run. If they ever do, they shall take little.
+        idle = Treatment.RECOMPUTE if self._chain.link is None else Treatment.RECOMPUTE_OFFLOAD
+        layers += [LayerPlan(name, idle, 0, 0, 0, 0.0, 0.0) for name in self.profile.uncalled]
         return Plan(
             tuple(layers),
             budget_bytes=limit,

@@ -28,15 +28,17 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from lightning_ckpt.measure.storage import PLAIN
+from lightning_ckpt.measure.work import parts_of
 from lightning_ckpt.planning.ghost import GhostHost
 from lightning_ckpt.planning.huggingface import unpacked_sequences
+from lightning_ckpt.planning.leaks import StorageReference, refuse_leaks
 from lightning_ckpt.planning.metrics import excused_metrics
 from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute, attached
 from lightning_ckpt.recompute.policy import Operators
-from lightning_ckpt.recompute.untouched import untouched
+from lightning_ckpt.recompute.untouched import UntouchableError, untouched
 from lightning_ckpt.recompute.watch import unwatched
 
 #: Runs forward: a module and a batch give the loss.
@@ -47,6 +49,13 @@ class PreflightError(RuntimeError):
     """A step cannot be rehearsed on fake tensors; the message says why."""
 
 
+class FakeMode(FakeTensorMode):
+    """Stays the same where its tensors are copied: copies of its weak references would be freed twice."""
+
+    def __deepcopy__(self, memo: Any) -> "FakeMode":
+        return self
+
+
 class _Faker:
     """Makes fake twins of tensors, one of each.
 
@@ -55,7 +64,7 @@ class _Faker:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode(allow_non_fake_inputs=True)
         self._device = device
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -75,7 +84,9 @@ class _Faker:
             with self.mode:
                 twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            for name, value in vars(tensor).items():  # marks such as `weight.no_decay`, by which optimizers group
+                vars(twin).setdefault(name, value)
             return twin.requires_grad_(tensor.requires_grad)
         return self.mode.from_tensor(tensor)
 
@@ -97,9 +108,11 @@ class Preflight:
         accumulates: whether gradients of several batches are added up before the optimizer's step. Default: no.
         rates: give times by formula. Default: round figures for the kind of device.
         around_step: makes a context that is entered around forward, such as that of a precision. Default: none.
+        around: objects beside the module that the step may change, by name; a rehearsal leaves them as they are, too.
 
     Raises:
-        PreflightError: a weight is sharded, quantized or not initialized, or the device is not there.
+        PreflightError: a weight is sharded, quantized or not initialized, the batch has tensors of a kind that cannot
+            be without numbers, or the device is not there.
 
     Example::
 
@@ -121,12 +134,16 @@ class Preflight:
         accumulates: bool = False,
         rates: Rates | None = None,
         around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        around: Mapping[str, Any] | None = None,
     ) -> None:
         _refuse_special(module)
         _refuse_absent(device)
         self.layers = dict(layers)
         self._module = module
-        self._batch = map_tensors(batch, _Faker(device))  # a real one would stay in memory
+        try:
+            self._batch = map_tensors(batch, _Faker(device))  # a real one would stay in memory
+        except Exception as error:
+            raise PreflightError(f"its batch cannot be without numbers ({_reason(error)})") from error
         self._step = step
         self._optimizers = optimizers
         self._operators = operators
@@ -136,8 +153,11 @@ class Preflight:
         self._accumulates = accumulates
         self._rates = rates or rates_of(self.device)
         self._around_step = around_step
+        self._around = around
         self._optimizer: Stretch | None = None
+        self._unused: set[str] = set()  # weights that get no gradient
         self._state_bytes = 0
+        self._born: list[StorageReference] = []  # storages of a rehearsal that were alive at its end
 
     def run(self, assignment: Assignment) -> StepTrace:
         """Rehearse one step.
@@ -147,37 +167,51 @@ class Preflight:
 
         Raises:
             PreflightError: the step reads numbers that fake tensors do not have, or does what cannot be rehearsed.
+            LeakError: the step keeps a tensor where nothing can take it away again.
         """
+        trace = None
+        while trace is None:
+            trace = self._attempt(assignment)
+        return trace
+
+    def _attempt(self, assignment: Assignment) -> StepTrace | None:
+        """One step, or None if it has shown that weights which were taken for used are not: then it is too much."""
+        trace = failure = None
         with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # they come in training, where they belong
             try:
                 with (
-                    untouched(self._module),
+                    untouched(self._module, self._around),
                     unwatched(),
                     unpacked_sequences(),
                     excused_metrics(self._module),
                     _eager(),
                 ):
-                    return self._run(assignment)
-            except (MemoryError, PreflightError, torch.OutOfMemoryError):
+                    trace = self._run(assignment)
+            except (MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:
-                raise PreflightError(_reason(error)) from error
+            except Exception as error:  # which must not be kept, since it keeps tensors
+                failure = _reason(error)
+        refuse_leaks(self._born)
+        if failure is not None:
+            raise PreflightError(failure)
+        return trace
 
-    def _run(self, assignment: Assignment) -> StepTrace:
+    def _run(self, assignment: Assignment) -> StepTrace | None:
         faker = _Faker(self._given_device)
         module = self._module
         named = dict(module.named_parameters(remove_duplicate=False))
         tensors = {**named, **dict(module.named_buffers(remove_duplicate=False))}
         swapped = {name: faker(tensor) for name, tensor in tensors.items()}
         batch = map_tensors(self._batch, faker)
-        parameters = [faker(parameter) for parameter in module.parameters() if parameter.requires_grad]
+        weights = {name: faker(weight) for name, weight in module.named_parameters() if weight.requires_grad}
+        parameters = [weight for name, weight in weights.items() if name not in self._unused]
         recorder = StepRecorder(self.layers, self._rates)
         recorder.adopt(faker.made())
         host = GhostHost(module, self.device, self._min_bytes)
         reparametrized = _reparametrize_module(module, swapped, tie_weights=True)
         treated = _treated(module, self.layers, assignment, self._operators, host)
-        with contextlib.closing(recorder), reparametrized, treated, faker.mode:
+        with self._noting(recorder), contextlib.closing(recorder), reparametrized, treated, faker.mode:
             host.learn()
             optimizers = [] if self._optimizer is not None else list(self._fake_optimizers(module, faker))
             with recorder:
@@ -193,40 +227,61 @@ class Preflight:
                             parameter.grad = None
                     loss.backward()
                 del loss
+                unused = {name for name, weight in weights.items() if weight.grad is None} - self._unused
                 self._optimize(recorder, optimizers)
                 del state
             trace = recorder.finish()
+        if unused:  # they have no gradient and no state of the optimizer
+            self._unused |= unused
+            return None
         if self._optimizer is None:
             self._optimizer = trace.optimizer
         return replace(trace, optimizer=self._optimizer)
 
-    def _fake_optimizers(self, module: nn.Module, faker: _Faker) -> Iterator[Callable[[], object]]:
+    @contextlib.contextmanager
+    def _noting(self, recorder: StepRecorder) -> Iterator[None]:
+        self._born = []
+        try:
+            yield
+        finally:
+            self._born = recorder.alive()
+
+    def _fake_optimizers(self, module: nn.Module, faker: _Faker) -> Iterator[Optimizer]:
         for optimizer in self._optimizers(module) if callable(self._optimizers) else self._optimizers:
             if all(is_fake(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-                yield optimizer.step
+                yield optimizer
                 continue
-            twin = copy.copy(optimizer)
-            twin.__dict__ = dict(optimizer.__dict__)
-            twin.__dict__.pop("step", None)  # a scheduler's, which belongs to the original
-            twin._optimizer_step_pre_hooks = OrderedDict()
-            twin._optimizer_step_post_hooks = OrderedDict()
-            twin.param_groups = [
-                {**group, "params": [faker(parameter) for parameter in group["params"]]}
-                for group in optimizer.param_groups
-            ]
-            twin.state = defaultdict(dict)
-            yield twin.step
+            yield _twin(optimizer, faker)
 
     def _blank(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def _optimize(self, recorder: StepRecorder, steps: Iterable[Callable[[], object]]) -> None:
+    def _optimize(self, recorder: StepRecorder, optimizers: Iterable[Optimizer]) -> None:
         before = recorder.current
         recorder.optimizer_begins()
-        for step in steps:
-            step()
+        for optimizer in optimizers:
+            optimizer.step()
         recorder.optimizer_ends()
         self._state_bytes = max(self._state_bytes, recorder.current - before)
+
+
+def _twin(optimizer: Optimizer, faker: _Faker) -> Optimizer:
+    """The same optimizer for fake weights, those that it holds itself included."""
+    twin = copy.copy(optimizer)
+    twin.__dict__ = dict(optimizer.__dict__)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            twin.__dict__[name] = _twin(value, faker)
+        elif type(value) in (dict, list):
+            twin.__dict__[name] = copy.copy(value)
+    twin.__dict__.pop("step", None)  # a scheduler's, which belongs to the original
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.param_groups = [
+        {**group, "params": [faker(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    return twin
 
 
 @contextlib.contextmanager
@@ -301,9 +356,16 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
         return [map_tensors(item, change) for item in value]
-    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, Mapping):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin: Any = copy.copy(value)
-        twin.__dict__ = map_tensors(dict(vars(value)), change)
+        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+        for name in dict.fromkeys([*names, *getattr(value, "__dict__", ())]):
+            object.__setattr__(twin, name, map_tensors(getattr(value, name), change))  # frozen, or with slots
+        return twin
+    parts = dict(vars(value)) if isinstance(value, Mapping) and hasattr(value, "__dict__") else parts_of(value)
+    if parts:
+        twin = copy.copy(value)
+        vars(twin).update(map_tensors(parts, change))
         return twin
     return value
 
@@ -342,6 +404,8 @@ def _refuse_absent(device: torch.device | None) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, (PreflightError, UntouchableError)):
+        return str(error)
     if isinstance(error, DataDependentOutputException):
         return "it reads a number of a tensor (`.item()`, `if loss > 0`), and there are none in a rehearsal"
     if isinstance(error, DynamicOutputShapeException):

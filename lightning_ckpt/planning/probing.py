@@ -60,16 +60,17 @@ def choose_probes(planner: Planner, limit: int) -> list[str]:
     return chosen
 
 
-def with_policy(profile: Profile, trace: StepTrace, names: list[str]) -> Profile:
+def with_policy(profile: Profile, trace: StepTrace, names: list[str], ratio: float = 1.0) -> Profile:
     """The profile with what an operator policy has cost on some layers, for all layers of their kinds.
 
     Args:
         profile: what is known.
         trace: a step in which these layers had the policy.
-        names: these layers.
+        names: these layers; some of them may not have run.
+        ratio: how many times larger the batches of the profile are than those of that step. Default: no larger.
     """
-    seen = layer_costs(trace)
-    probed = {layer.kind: (layer, seen[layer.name]) for layer in profile.layers if layer.name in names}
+    seen = {name: cost.scaled(ratio) for name, cost in layer_costs(trace).items() if name in names}
+    probed = {layer.kind: (layer, seen[layer.name]) for layer in profile.layers if layer.name in seen}
     layers = [_with_policy(layer, *probed[layer.kind]) if layer.kind in probed else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
 

@@ -29,6 +29,11 @@ class Cost:
     recompute_s: float = 0.0
     moved: int = 0
 
+    def scaled(self, ratio: float) -> "Cost":
+        """The same for batches that are larger by a factor."""
+        sizes = [int(nbytes * ratio) for nbytes in (self.resident, self.transient, self.moved)]
+        return Cost(sizes[0], sizes[1], self.recompute_s * ratio, sizes[2])
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -87,7 +92,7 @@ class Profile:
         """
         kinds = {layer.name: layer.kind for layer in self.layers}
         forward = _medians((kinds[name], seconds) for name, seconds in forward_s.items() if name in kinds)
-        again = _medians(((kinds[name], each), seconds) for (name, each), seconds in recompute_s.items())
+        again = _medians(((kinds[name], each), s) for (name, each), s in recompute_s.items() if name in kinds)
         layers = []
         for layer in self.layers:
             seconds = forward.get(layer.kind, layer.forward_s)
@@ -101,17 +106,12 @@ class Profile:
 
     def scaled(self, ratio: float) -> "Profile":
         """The same for batches that are larger by a factor: what activations take grows with them."""
-
-        def grown(cost: Cost) -> Cost:
-            sizes = [int(nbytes * ratio) for nbytes in (cost.resident, cost.transient, cost.moved)]
-            return Cost(sizes[0], sizes[1], cost.recompute_s * ratio, sizes[2])
-
         layers = tuple(
             replace(
                 layer,
                 input_bytes=int(layer.input_bytes * ratio),
                 forward_s=layer.forward_s * ratio,
-                costs={treatment: grown(cost) for treatment, cost in layer.costs.items()},
+                costs={treatment: cost.scaled(ratio) for treatment, cost in layer.costs.items()},
             )
             for layer in self.layers
         )
@@ -152,9 +152,10 @@ def make_profile(modules: Mapping[str, nn.Module], traces: Mapping[Treatment, St
     for name in names:
         costs = {treatment: costs[name] for treatment, costs in by_treatment.items()}
         for treatment in moves:
-            stays = costs[Treatment.RECOMPUTE if treatment.recomputes else Treatment.KEEP].resident
-            moved = max(0, stays - costs[treatment].resident)
-            costs[treatment] = replace(costs[treatment], moved=moved)
+            stays = costs.get(Treatment.RECOMPUTE if treatment.recomputes else Treatment.KEEP)
+            if stays is not None:  # else nobody has seen what would stay
+                moved = max(0, stays.resident - costs[treatment].resident)
+                costs[treatment] = replace(costs[treatment], moved=moved)
         calls = [call for call in kept.calls if call.name == name]
         input_bytes = sum(call.input_bytes for call in calls)
         forward_s = sum(call.forward.seconds for call in calls)
@@ -192,6 +193,8 @@ def make_profile(modules: Mapping[str, nn.Module], traces: Mapping[Treatment, St
 def layer_costs(trace: StepTrace) -> dict[str, Cost]:
     """What each layer cost in a step; one that is called several times has its first place in the order."""
     calls = trace.calls
+    if not calls:
+        return {}
     names = list(dict.fromkeys(call.name for call in calls))
     ends = [call.before for call in calls[1:]] + [calls[-1].after]
     resident = dict.fromkeys(names, 0)

@@ -9,21 +9,26 @@ import torch
 from torch import nn
 
 from lightning_ckpt.measure.clock import Clock
+from lightning_ckpt.offload import OffloadEngine
 from lightning_ckpt.recompute import Recompute
 
 _Spans = dict[str, list[tuple[Any, Any]]]
 
 
 class LayerTimes:
-    """Measures layers from its making until `finish`.
+    """Measures layers from its making until `finish`, without the time in which they wait for copies.
 
     Args:
         recomputed: what is attached to the layers.
         clock: tells the time on their device.
+        engine: whose copies the device may wait for; such waits belong to no layer. Default: none.
     """
 
-    def __init__(self, recomputed: Sequence[Recompute], clock: Clock) -> None:
+    def __init__(self, recomputed: Sequence[Recompute], clock: Clock, engine: OffloadEngine | None = None) -> None:
         self._clock = clock
+        self._engine = engine
+        if engine is not None:
+            engine.note_waits()
         self._forward: _Spans = defaultdict(list)
         self._again: _Spans = defaultdict(list)
         self._open: dict[str, Any] = {}
@@ -48,12 +53,18 @@ class LayerTimes:
         for recompute, timer in self._timers:
             recompute.silencers.remove(timer)
         self._clock.wait_for(end)
-        forward = {name: self._sum(spans) for name, spans in self._forward.items()}
-        again = {name: self._sum(spans) for name, spans in self._again.items()}
-        return forward, again, self._clock.seconds(self._start, end)
+        pairs = [] if self._engine is None else self._engine.take_waits()
+        waits = [(self._clock.seconds(self._start, since), self._clock.seconds(since, until)) for since, until in pairs]
+        forward = {name: self._sum(spans, waits) for name, spans in self._forward.items()}
+        again = {name: self._sum(spans, waits) for name, spans in self._again.items()}
+        return forward, again, self._sum([(self._start, end)], waits)
 
-    def _sum(self, spans: list[tuple[Any, Any]]) -> float:
-        return sum(self._clock.seconds(start, end) for start, end in spans)
+    def _sum(self, spans: list[tuple[Any, Any]], waits: list[tuple[float, float]]) -> float:
+        total = 0.0
+        for start, end in spans:
+            begin, seconds = self._clock.seconds(self._start, start), self._clock.seconds(start, end)
+            total += seconds - sum(wait for at, wait in waits if begin <= at <= begin + seconds)
+        return total
 
     def _begins(self, name: str) -> Callable[..., None]:
         def begins(layer: nn.Module, args: Any) -> None:
