@@ -18,7 +18,7 @@ from lightning_ckpt.findings import names_of, report_first_batch
 from lightning_ckpt.monitor import StepMonitor, Summary
 from lightning_ckpt.monitor.trainer import callbacks_of, offload_engine_of
 from lightning_ckpt.offload import Boundaries, OffloadEngine, OffloadOptions, why_not
-from lightning_ckpt.planning import Budget, Plan, check_layers, load_plan, parse_budget
+from lightning_ckpt.planning import Budget, Plan, Treatment, check_layers, load_plan, parse_budget
 from lightning_ckpt.recompute import Recompute, attach, attached, detach
 from lightning_ckpt.recompute.foreign import find_wrapped
 from lightning_ckpt.recompute.policy import Operators, resolve_policy
@@ -165,7 +165,16 @@ class ActivationCheckpointing(pl.Callback):
         if self.memory_budget is not None:
             return parse_budget(self.memory_budget)
         assert self.plan is not None
-        return self.plan if isinstance(self.plan, Plan) else load_plan(self.plan)
+        plan = self.plan if isinstance(self.plan, Plan) else load_plan(self.plan)
+        if any(layer.treatment is Treatment.POLICY for layer in plan.layers):
+            own = {str(operator.overloadpacket) for operator in self._operators}
+            if self.policy is not None and own != set(plan.operators):
+                raise SelectionError(
+                    f"`policy={self.policy!r}` has no effect with `plan`, which says itself what results stay: "
+                    f"{', '.join(plan.operators)}. Leave it out, or make a plan with it."
+                )
+            self._operators = resolve_policy(list(plan.operators))
+        return plan
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("every_n_layers", "layers", "check_fn", "enabled")}
@@ -324,7 +333,8 @@ class ActivationCheckpointing(pl.Callback):
                 rank_zero_info(f"{self!r}: nothing is moved: {reason}.")
         if isinstance(budget, Plan):
             check_layers(budget, [each.name for each in self._recomputed])
-        operators = resolve_policy("matmul") if self.policy is None else self._operators
+        is_free = self.policy is None and not isinstance(budget, Plan)
+        operators = resolve_policy("matmul") if is_free else self._operators
         self.budget_keeper = BudgetKeeper(
             repr(self),
             trainer,

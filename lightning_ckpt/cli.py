@@ -1,13 +1,13 @@
 """`--ckpt.*` flags for any LightningCLI."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from jsonargparse import class_from_function
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _get_module_type
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
-from lightning_ckpt.plan_command import PlanCommand, PlanRun
+from lightning_ckpt.plan_command import PlanCommand, PlanRun, weights_without_memory
 from lightning_ckpt.planning import BudgetError, PlanFileError, PreflightError
 from lightning_ckpt.planning.picture import PictureError
 from lightning_ckpt.recompute.policy import PolicyError
@@ -35,6 +35,9 @@ _PLAIN_TRAINER: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+    "limit_val_batches": 0,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
 }
 
 
@@ -106,10 +109,8 @@ class CheckpointCLIMixin:
 
     def instantiate_classes(self) -> None:
         """Instantiate everything; to plan, the model without memory for its weights."""
-        if self._plans:
-            kind = _get_module_type(self._model_class)  # type: ignore[attr-defined]
-            self.parser.add_instantiator(_without_memory, kind, prepend=True)  # type: ignore[attr-defined]
-        super().instantiate_classes()  # type: ignore[misc]
+        with weights_without_memory() if self._plans else contextlib.nullcontext():
+            super().instantiate_classes()  # type: ignore[misc]
 
     @property
     def _plans(self) -> bool:
@@ -121,7 +122,10 @@ class CheckpointCLIMixin:
             return
         config = self.config_init[_PLAN]  # type: ignore[attr-defined]
         arguments = {name: config[name] for name in self._subcommand_method_arguments[_PLAN]}  # type: ignore[attr-defined]
-        PlanRun(self.trainer, self.model, self.datamodule, config[_KEY], arguments).run()  # type: ignore[attr-defined]
+        run = PlanRun(self.trainer, self.model, self.datamodule, config[_KEY], arguments)  # type: ignore[attr-defined]
+        for each in (getattr(self, "before_plan", None), run.run, getattr(self, "after_plan", None)):
+            if callable(each):
+                each()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Instantiate the Trainer, and watch that a model's `configure_callbacks` does not replace the flags."""
@@ -132,12 +136,6 @@ class CheckpointCLIMixin:
         if is_overridden("configure_callbacks", self.model, pl.LightningModule):  # type: ignore[attr-defined]
             callbacks_of(trainer).insert(0, _ReplacedFlags(callback))
         return trainer
-
-
-def _without_memory(class_type: type, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("applied_instantiation_links", None)
-    with torch.device("meta"):
-        return class_type(*args, **kwargs)
 
 
 def _own_sentence(error: ValueError) -> str | None:

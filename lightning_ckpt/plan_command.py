@@ -1,28 +1,54 @@
 """`python train.py plan`: what to keep, recompute and offload, before a single step is trained."""
 
+import contextlib
+import itertools
 import textwrap
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.utilities import _parse_loop_limits
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
 
+from lightning_ckpt.budgeted.surroundings import nothing_logged
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.measure.work import tensors_of
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.offload.budget import parse_bytes
-from lightning_ckpt.planning import Budget, BudgetError, Plan, parse_budget, save_plan
+from lightning_ckpt.planning import Budget, BudgetError, Plan, PlanFileError, parse_budget, save_plan
 from lightning_ckpt.planning.links import BYTES_PER_S
-from lightning_ckpt.planning.make import optimizers_of, planner_by_preflight, rehearsal, step_of
+from lightning_ckpt.planning.make import planner_by_preflight, step_of
 from lightning_ckpt.planning.picture import draw_frontier
 from lightning_ckpt.planning.plan import size
 from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, map_tensors
 from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.table import frontier_table, plan_table
-from lightning_ckpt.planning.treatment import Treatment
 from lightning_ckpt.recompute.policy import resolve_policy
 from lightning_ckpt.selection import select_layers
+
+
+@contextlib.contextmanager
+def weights_without_memory() -> Iterator[None]:
+    """Weights that modules are given are on the `meta` device; all else that a model makes has its numbers."""
+    handle = register_module_parameter_registration_hook(_give_up_memory)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _give_up_memory(module: nn.Module, name: str, parameter: Any) -> None:
+    if type(parameter) is nn.Parameter and not parameter.is_meta:
+        twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        twin.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, twin)  # the same object, for whoever else holds it
 
 
 class PlanCommand:
@@ -84,6 +110,20 @@ class PlanRun:
                 f"`--ckpt.plan {callback.plan}` is a plan already: train with it, or leave it out and give "
                 "`--ckpt.memory_budget`."
             )
+        if not callback.enabled:
+            raise BudgetError("`--ckpt.enabled false` leaves nothing to plan: leave it out.")
+        if callback.every_n_layers != 1:
+            raise BudgetError(
+                f"`--ckpt.every_n_layers {callback.every_n_layers}` has no effect on a plan, which says what is done "
+                "with every layer. Leave it out: the frontier shows such rules beside the plans."
+            )
+        for name in ("flops_per_s", "bytes_per_s", "link_bytes_per_s"):
+            if arguments[name] is not None and not arguments[name] >= 1:
+                raise BudgetError(f"`{name}={arguments[name]!r}` must be a number per second, 1 or more.")
+        if arguments["link_bytes_per_s"] not in (None, BYTES_PER_S) and not callback.offload:
+            raise BudgetError(
+                f"`link_bytes_per_s={arguments['link_bytes_per_s']!r}` has no effect without `--ckpt.offload true`."
+            )
         self._trainer = trainer
         self._model = model
         self._datamodule = datamodule
@@ -111,17 +151,20 @@ class PlanRun:
         elif isinstance(self._rows, int):
             batch = with_rows(batch, self._rows)
         preflight = self._preflight(batch)
-        planner = planner_by_preflight(preflight, self._operators, self._options, self._link_bytes_per_s)
+        planner = self._planner(preflight)
         limit = self._limit(self._budget, planner)
+        frontier = planner.frontier(planner.rules())  # first, so that a plan is never worse than a rule
         try:
             plan = planner.plan(limit)
         except BudgetError as error:
             raise BudgetError(f"`memory_budget={self._budget.written!r}`: {error}") from None
-        frontier = planner.frontier(planner.rules())
         print("\n\n".join([self._head(batch), plan_table(plan), frontier_table(frontier), self._caveats()]))
         if self._save is not None:
             classes = {name: type(layer).__name__ for name, layer in preflight.layers.items()}
-            save_plan(plan, self._save, classes)
+            try:
+                save_plan(plan, self._save, classes)
+            except OSError as error:
+                raise PlanFileError(f"`save={self._save!r}` cannot be written: {error.strerror}.") from None
             print(f"\nThe plan is in {self._save}: train with `--ckpt.plan {self._save}`.")
         if self._picture is not None:
             draw_frontier(frontier, plan.budget_bytes, self._picture)
@@ -131,20 +174,37 @@ class PlanRun:
 
     def _prepare(self) -> Any:
         """Everything that `fit` does before the first step, as far as it takes no memory; the first batch."""
-        self._model.trainer = self._trainer
-        source: Any = self._model
+        trainer, model = self._trainer, self._model
+        trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+        trainer.logger = DummyLogger()  # the step may use it
+        trainer._data_connector.attach_data(model, datamodule=self._datamodule)
+        trainer.strategy.connect(model)
+        loop = trainer.fit_loop
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no limit will be said in training
+            loop.min_epochs, loop.max_epochs = _parse_loop_limits(
+                loop.min_steps, loop.max_steps, loop.min_epochs, loop.max_epochs, trainer
+            )
+        trainer._data_connector.prepare_data()
         if self._datamodule is not None:
-            source = self._datamodule
-            source.trainer = self._trainer
-            source.prepare_data()
-            source.setup("fit")
-        with torch.device("meta"):
-            self._model.setup("fit")
-            self._model.configure_model()
-        self._trainer.strategy.precision_plugin.convert_module(self._model)
-        self._model.train()
-        batch = next(iter(source.train_dataloader()))
-        return self._trainer.strategy.precision_plugin.convert_input(batch)
+            self._datamodule.setup("fit")
+        with weights_without_memory():
+            model.setup("fit")
+            model.configure_model()
+        trainer.precision_plugin.convert_module(model)
+        model.train()
+        loop.setup_data()
+        loader = loop._combined_loader
+        batch = None if loader is None else next(iter(loader), (None,))[0]
+        if batch is None:
+            raise BudgetError("the data gives no batch to plan for: give a `train_dataloader` with at least one.")
+        batch = trainer.precision_plugin.convert_input(batch)
+        return trainer.strategy.batch_to_device(model._on_before_batch_transfer(batch))
+
+    def _make_optimizers(self, module: nn.Module) -> list[Optimizer]:
+        """As in training, where a step may ask for `self.optimizers()` and `self.lr_schedulers()`."""
+        self._trainer.strategy.setup_optimizers(self._trainer)
+        return self._trainer.strategy.optimizers
 
     def _preflight(self, batch: Any) -> Preflight:
         return Preflight(
@@ -152,13 +212,23 @@ class PlanRun:
             batch,
             select_layers(self._model, self._callback.layers, check_fn=self._callback.check_fn).layers,
             step_of(self._model),
-            optimizers=optimizers_of(self._model),
+            optimizers=self._make_optimizers,
             operators=self._operators,
             min_bytes=int((self._options or OffloadOptions()).min_bytes),
             accumulates=self._trainer.accumulate_grad_batches > 1,
             rates=self._rates,
-            around_step=self._trainer.strategy.precision_plugin.train_step_context,
+            around_step=self._around_step,
+            around={"trainer.strategy": vars(self._trainer.strategy)},  # optimizers of a rehearsal are not kept
         )
+
+    @contextlib.contextmanager
+    def _around_step(self) -> Iterator[None]:
+        self._model._current_fx_name = "training_step"
+        with nothing_logged(self._trainer), self._trainer.precision_plugin.train_step_context():
+            yield
+
+    def _planner(self, preflight: Preflight) -> Planner:
+        return planner_by_preflight(preflight, self._operators, self._options, self._link_bytes_per_s)
 
     def _limit(self, budget: Budget, planner: Planner) -> int:
         return budget.bytes(
@@ -166,34 +236,46 @@ class PlanRun:
         )
 
     def _largest(self, batch: Any) -> Any:
-        """The batch with the most rows that fits, every layer treated for the least memory."""
+        """The batch with the most rows for which there is a plan."""
         if self._budget.kind == "fraction":
             raise BudgetError(
                 f"`memory_budget={self._budget.written!r}` grows with the batch, so any batch fits. Give a size, or a "
                 "share of the device's memory, with `--batch_size max`."
             )
         limit = self._budget.bytes(0, 0, self._trainer.strategy.root_device, self._device_bytes)
-        cheapest = Treatment.RECOMPUTE if self._options is None else Treatment.RECOMPUTE_OFFLOAD
-        peaks: dict[int, int] = {}
+        planners: dict[int, Planner] = {}
+
+        def planner(rows: int) -> Planner:
+            if rows not in planners:
+                planners[rows] = self._planner(self._preflight(with_rows(batch, rows)))
+            return planners[rows]
 
         def peak(rows: int) -> int:
-            if rows not in peaks:
-                preflight = self._preflight(with_rows(batch, rows))
-                peaks[rows] = rehearsal(preflight)(dict.fromkeys(preflight.layers, cheapest))
-            return peaks[rows]
+            return planner(rows).least(limit).peak_bytes
 
-        if peak(1) > limit:
+        def fits(rows: int) -> bool:
+            try:
+                planner(rows).plan(limit)
+            except BudgetError:
+                return False
+            return True
+
+        if not fits(1):
             raise BudgetError(
                 f"`memory_budget={self._budget.written!r}`: a batch of one row takes {size(peak(1))}, more than the "
                 f"{size(limit)} that there are."
             )
         most, too_many = 1, 0
-        while too_many != most + 1:  # over rows, the peak is nearly a straight line: few trials find the end of it
+        for trial in itertools.count():
+            if too_many == most + 1:
+                break
             other = too_many or 2 * most
+            halfway = (most + too_many) // 2 if too_many else other
+            # Over rows, the least peak is nearly a straight line, which mostly ends where nothing fits any more.
             slope = max(1, (peak(other) - peak(most)) // (other - most))
-            ahead = max(1, (limit - peak(most)) // slope)
-            rows = most + (min(ahead, too_many - most - 1) if too_many else ahead)
-            if peak(rows) <= limit:
+            ahead = most + max(1, (limit - peak(most)) // slope)
+            rows = halfway if trial % 3 == 2 else min(ahead, too_many - 1) if too_many else ahead
+            if fits(rows):
                 most = rows
             else:
                 too_many = rows
@@ -240,7 +322,12 @@ def _read_memory(written: str | None) -> int | None:
 def with_rows(batch: Any, rows: int) -> Any:
     """The batch with another number of rows, and no numbers."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
-    old = tensors[0].shape[0] if tensors else 0
+    if not tensors:
+        raise BudgetError(
+            f"`batch_size` has no effect on a batch without tensors that have rows (`{type(batch).__name__}`): leave "
+            "it out, and have the data give batches of the size to plan for."
+        )
+    old = tensors[0].shape[0]
 
     def resized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:

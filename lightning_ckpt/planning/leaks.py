@@ -30,7 +30,7 @@ def refuse_leaks(storages: Sequence[StorageReference]) -> None:
     """
     if not _fakes(storages):
         return
-    for each in [each for each in gc.get_objects() if isinstance(each, functools._lru_cache_wrapper)]:
+    for each in _objects(functools._lru_cache_wrapper):
         if _keeps_fake(each, _DEPTH):
             each.cache_clear()
     left = _fakes(storages)
@@ -49,8 +49,13 @@ def _fakes(storages: Sequence[StorageReference]) -> list[Any]:
         return []
     gc.collect()
     alive = {storage._cdata for each in storages if (storage := each()) is not None}
-    every = [each for each in gc.get_objects() if isinstance(each, FakeTensor)] if alive else []
-    return [fake for fake in every if fake.untyped_storage()._cdata in alive]
+    fakes = _objects(FakeTensor) if alive else []
+    return [fake for fake in fakes if fake.untyped_storage()._cdata in alive]
+
+
+def _objects(kind: type) -> list[Any]:
+    # By `type`, since what objects give as their `__class__` may be code that warns.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def _keeps_fake(value: object, depth: int) -> bool:
@@ -68,7 +73,7 @@ def _can_be_used(fakes: list[Any]) -> bool:
     for _ in range(_STEPS):
         known |= {id(holders), *map(id, holders)}
         holders = [each for each in gc.get_referrers(*holders) if id(each) not in known and not _is_ours(each)]
-        if any(isinstance(each, _USERS) or (isinstance(each, dict) and "__builtins__" in each) for each in holders):
+        if any(issubclass(type(each), _USERS) or (type(each) is dict and "__builtins__" in each) for each in holders):
             return True
         if not holders:
             return False
@@ -76,14 +81,14 @@ def _can_be_used(fakes: list[Any]) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    return isinstance(value, types.FrameType) and value.f_code.co_filename == __file__
+    return type(value) is types.FrameType and value.f_code.co_filename == __file__
 
 
 def _place_of(fake: Any) -> str:
     """Who holds a tensor, as far as that can be told."""
     holders = [each for each in gc.get_referrers(fake) if not _is_ours(each)]
     for holder in holders:
-        owners = gc.get_referrers(holder) if isinstance(holder, dict) else [holder]
+        owners = gc.get_referrers(holder) if type(holder) is dict else [holder]
         for owner in owners:
             attributes = getattr(owner, "__dict__", None)
             for name in [name for name, value in attributes.items() if value is fake] if attributes else ():

@@ -213,12 +213,14 @@ class Preflight:
         treated = _treated(module, self.layers, assignment, self._operators, host)
         with self._noting(recorder), contextlib.closing(recorder), reparametrized, treated, faker.mode:
             host.learn()
-            optimizers = [] if self._optimizer is not None else list(self._fake_optimizers(module, faker))
+            optimizers = list(self._fake_optimizers(module, faker))  # the step may ask for them
             with recorder:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
                 # No treatment changes the optimizer's step: after one rehearsal of it, only its state matters.
-                state = None if self._optimizer is None else self._blank(self._state_bytes)
+                state = None
+                if self._optimizer is not None:
+                    state, optimizers = self._blank(self._state_bytes), []
                 self._optimize(recorder, optimizers)
                 with self._around_step():
                     loss = _loss_of(self._step(module, batch))
