@@ -16,7 +16,7 @@ from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
 from lightning_ckpt.plan_command import PlanCommand, PlanRun, weights_without_memory
-from lightning_ckpt.planning import BudgetError, PlanFileError, PreflightError
+from lightning_ckpt.planning import BudgetError, LeakError, PlanFileError, PreflightError
 from lightning_ckpt.planning.picture import PictureError
 from lightning_ckpt.recompute.policy import PolicyError
 from lightning_ckpt.selection import SelectionError
@@ -77,6 +77,8 @@ class CheckpointCLIMixin:
             super().__init__(*args, **kwargs)
         except PreflightError as error:
             self.parser.error(f"the step cannot be rehearsed: {error}.")  # type: ignore[attr-defined]
+        except LeakError as error:
+            self.parser.error(str(error))  # type: ignore[attr-defined]
         except ValueError as error:  # a flag's value that cannot work ends with one sentence, not with a traceback
             sentence = str(error) if isinstance(error, _OURS) else _own_sentence(error)
             if sentence is None:

@@ -129,9 +129,12 @@ class BudgetKeeper:
             self._advance()
             if self._ranks.called(self._all_steps):
                 self._plan_again()
-        is_larger = self._sizes.are_exceeded_by(tensors, by_shape=self._knowledge.is_rehearsed)
-        if self._has_changed() or is_larger:
+        is_rehearsed = self._knowledge.is_rehearsed
+        has_changed, is_larger = self._has_changed(), self._sizes.are_exceeded_by(tensors, by_shape=is_rehearsed)
+        if is_larger or (has_changed and is_rehearsed):
             self._grow(batch, bytes_of(tensors))
+        elif has_changed:
+            self._sizes.check_from(self._all_steps + _WARM_UP, nbytes=0)
         measures = self.stage in (Stage.MEMORY, Stage.PROBE)
         if measures or self.stage is Stage.CHECK or self._watch is not None or self._checks_growth(tensors):
             if self._watch is None:
@@ -177,17 +180,18 @@ class BudgetKeeper:
             self._watch = None
 
     def _has_changed(self) -> bool:
-        """Whether a rehearsed step is not the same any more, so that it has to be rehearsed again."""
+        """Whether a step is not the same any more: other weights are trained, or other layers run."""
         before, self._trained = self._trained, self._what_is_trained()
         begun = {each.name for each in self._idle if each.called}
         self._idle = [each for each in self._idle if not each.called]
         profile = self._knowledge.profile
         has_begun = profile is not None and not begun.isdisjoint(profile.uncalled)
-        return self._knowledge.is_rehearsed and (has_begun or before != self._trained)
+        return has_begun or before != self._trained
 
     def _what_is_trained(self) -> tuple[list[bool], list[int]]:
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        return [each.requires_grad for each in self._parameters], [len(group["params"]) for group in groups]
+        numbers = [len(group["params"]) for group in groups]
+        return [each.requires_grad for each in self._parameters], [*numbers, self._trainer.accumulate_grad_batches]
 
     # ---------------------------------------------------------------- stages
 
@@ -456,9 +460,9 @@ class BudgetKeeper:
         if self._options is None or self._engine is not None:
             return
         options = replace(self._options, move="all", keep_last=0)
-        link = self._knowledge.link
-        if link is not None:
-            options = replace(options, max_inflight_bytes=link.inflight_bytes, prefetch_bytes=link.prefetch_bytes)
+        windows = self._budget if isinstance(self._budget, Plan) else self._knowledge.link
+        if windows is not None:  # else nothing is known of what will be moved
+            options = replace(options, max_inflight_bytes=windows.inflight_bytes, prefetch_bytes=windows.prefetch_bytes)
         self._engine = self._start_engine(options)
 
     def _elect(self, plan: Plan) -> Plan:

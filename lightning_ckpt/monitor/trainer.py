@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_ckpt.offload import OffloadEngine
@@ -73,8 +74,9 @@ def model_tensors(model: nn.Module) -> list[nn.Parameter | Tensor]:
 
 
 def optimizer_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
-    """The optimizers' states."""
-    for optimizer in trainer.optimizers:
+    """The optimizers' states, those of optimizers within them included."""
+    inner = [value for each in trainer.optimizers for value in vars(each).values() if isinstance(value, Optimizer)]
+    for optimizer in (*trainer.optimizers, *inner):
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):

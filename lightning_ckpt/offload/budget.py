@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
+SLAB_BYTES = 64 * 2**20  # of host memory, that is locked at once
+_GRANULE = 4096
 UNKNOWN_HOST_BYTES = 8 * 2**30  # taken as available where nothing tells
 
 _UNITS = {
@@ -51,6 +53,14 @@ def parse_bytes(value: int | float | str) -> int:
     if not math.isfinite(value) or value != int(value) or value < 0:
         raise ValueError(f"{value!r} is not a whole number of bytes, 0 or more. {_WHAT_TO_WRITE}")
     return int(value)
+
+
+def slab_bytes(budget: int) -> int:
+    """The size of slabs within a budget of host memory: a small budget is used in small slabs."""
+    slab = SLAB_BYTES
+    while slab > budget and slab > _GRANULE:
+        slab //= 2
+    return slab
 
 
 def _unit_advice(number: str, unit: str) -> str:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ckpt.offload.admission import Admission
-from lightning_ckpt.offload.budget import default_host_budget
+from lightning_ckpt.offload.budget import default_host_budget, slab_bytes
 from lightning_ckpt.offload.device import current_backward, current_stream
 from lightning_ckpt.offload.groups import Group, Key, Order
 from lightning_ckpt.offload.guard import Guard
@@ -33,8 +33,6 @@ from lightning_ckpt.offload.records import (
 )
 from lightning_ckpt.offload.statistics import Ledger, StepStatistics
 from lightning_ckpt.offload.transfers import Transfers
-
-_SLAB_BYTES = 64 * 2**20
 
 
 class OffloadEngine:
@@ -377,7 +375,4 @@ def _bytes(value: int | str | None) -> int | None:
 def _host_memory(options: OffloadOptions, local_ranks: int, say: Callable[[str], None]) -> HostMemory:
     given = options.host_budget
     budget = default_host_budget(local_ranks) if given is None else int(given) // local_ranks
-    slab = _SLAB_BYTES
-    while slab > budget and slab > 4096:  # a small budget is used in small slabs
-        slab //= 2
-    return HostMemory(budget, slab, on_pageable=say)
+    return HostMemory(budget, slab_bytes(budget), on_pageable=say)

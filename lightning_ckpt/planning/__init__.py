@@ -6,6 +6,7 @@ for exactly (`solver`), rehearsed in turn, and corrected where the parts did not
 """
 
 from lightning_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from lightning_ckpt.planning.leaks import LeakError
 from lightning_ckpt.planning.make import make_plan
 from lightning_ckpt.planning.plan import LayerPlan, Plan
 from lightning_ckpt.planning.plan_file import PlanFileError, check_layers, load_plan, save_plan
@@ -16,6 +17,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "LayerPlan",
+    "LeakError",
     "Plan",
     "PlanFileError",
     "PreflightError",

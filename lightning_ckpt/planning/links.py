@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from lightning_ckpt.offload import OffloadOptions
-from lightning_ckpt.offload.budget import default_host_budget
+from lightning_ckpt.offload.budget import default_host_budget, slab_bytes
 from lightning_ckpt.planning.profile import Profile
 from lightning_ckpt.planning.solver import Link
 
@@ -27,13 +27,15 @@ def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTE
         local_ranks: processes on this machine that share its memory.
     """
     moved = [max((cost.moved for cost in layer.costs.values()), default=0) for layer in profile.layers]
-    each_way = max(sum(moved) // _PARTS, max(moved, default=0) // 2)
-    inflight, prefetch = (
-        each_way if given is None else int(given) for given in (options.max_inflight_bytes, options.prefetch_bytes)
-    )
+    part = sum(moved) // _PARTS
+    each_way = max(part, max(moved, default=0) // 2)
+    inflight = each_way if options.max_inflight_bytes is None else int(options.max_inflight_bytes)
+    # The engine brings back one part ahead at least.
+    prefetch = each_way if options.prefetch_bytes is None else max(int(options.prefetch_bytes), part)
     budget = options.host_budget
     host_bytes = default_host_budget(local_ranks) if budget is None else int(budget) // local_ranks
-    return Link(bytes_per_s, inflight, prefetch, host_bytes)
+    slab = slab_bytes(host_bytes)
+    return Link(bytes_per_s, inflight, prefetch, host_bytes // slab * slab)  # only whole slabs are of use
 
 
 def measured(link: Link, device: torch.device) -> Link:

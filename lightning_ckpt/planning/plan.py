@@ -48,6 +48,8 @@ class Plan:
         operators: names of the operators whose results stay under the policy treatment.
         measured: whether times were measured; else they are calculated from the numbers of operations and bytes.
         rehearsed: whether the peak was counted on a rehearsal of the whole plan; else it is put together from parts.
+        inflight_bytes: bytes that may be on their way to the host at once; 0 if nothing is moved.
+        prefetch_bytes: bytes that are brought back ahead of their use; 0 if nothing is moved.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -62,6 +64,8 @@ class Plan:
     operators: tuple[str, ...] = ()
     measured: bool = False
     rehearsed: bool = True
+    inflight_bytes: int = 0
+    prefetch_bytes: int = 0
 
     @property
     def assignment(self) -> dict[str, Treatment]:

@@ -159,6 +159,7 @@ class Planner:
 
     def describe(self, treatments: Sequence[Treatment], limit: int, gap_ns: int = 0) -> Plan:
         """A plan with these treatments, to which there may be one that is faster by a gap."""
+        link = self._chain.link if any(treatment.moves for treatment in treatments) else None
         layers = []
         for layer, treatment in zip(self.profile.layers, treatments, strict=True):
             of_it = layer.costs[treatment]
@@ -189,6 +190,8 @@ class Planner:
             operators=tuple(sorted({str(operator.overloadpacket) for operator in self._operators})),
             measured=self._measured,
             rehearsed=self._rehearse is not None,
+            inflight_bytes=0 if link is None else link.inflight_bytes,
+            prefetch_bytes=0 if link is None else link.prefetch_bytes,
         )
 
     def _binding(self, treatments: Sequence[Treatment]) -> str:
@@ -214,6 +217,13 @@ class Planner:
             cure = "A smaller batch, or fewer weights before the layers, would help."
         if not any(treatment.moves for layer in self.profile.layers for treatment in layer.costs):
             cure += " So may `offload=True` on an accelerator, which keeps activations in host memory."
+        elif self._chain.link is not None:
+            most = sum(max(cost.moved for cost in layer.costs.values()) for layer in self.profile.layers)
+            if most > self._chain.link.host_bytes:
+                cure += (
+                    f" So would more host memory: `host_budget` leaves {size(self._chain.link.host_bytes)} of the "
+                    f"{size(most)} that could be moved."
+                )
         return (
             f"the budget of {size(limit)} is below the {size(least)} that the step needs whatever is recomputed, in "
             f"{self._binding(treatments)}. {size(self._chain.base)} of that are there before the first layer: weights, "

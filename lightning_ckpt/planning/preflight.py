@@ -214,6 +214,8 @@ class Preflight:
         with self._noting(recorder), contextlib.closing(recorder), reparametrized, treated, faker.mode:
             host.learn()
             optimizers = list(self._fake_optimizers(module, faker))  # the step may ask for them
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            cleared = [weight for group in groups for weight in group["params"]] if groups else parameters
             with recorder:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
@@ -225,8 +227,8 @@ class Preflight:
                 with self._around_step():
                     loss = _loss_of(self._step(module, batch))
                     if not self._accumulates:
-                        for parameter in parameters:
-                            parameter.grad = None
+                        for weight in cleared:
+                            weight.grad = None
                     loss.backward()
                 del loss
                 unused = {name for name, weight in weights.items() if weight.grad is None} - self._unused

@@ -168,7 +168,7 @@ class Reached:
 
     def _look(self, value: Any, path: str, depth: int) -> None:
         kind = type(value)
-        if kind in _ATOMS or id(value) in self._seen or isinstance(value, (type, enum.Enum)):
+        if kind in _ATOMS or id(value) in self._seen or isinstance(value, (type, types.GenericAlias, enum.Enum)):
             return
         if isinstance(value, UninitializedTensorMixin):
             return

@@ -1,6 +1,7 @@
 """Run a module for a look at it, and leave everything it can reach as it was."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
     given_up = [*inventory.given_up, *(place for each in everything for place in each.given_up)]
     for place in given_up:
         if place.endswith("(an iterator)"):
-            raise UntouchableError(f"it may advance `{place.removesuffix(' (an iterator)').lstrip('.')}`, an iterator")
+            raise UntouchableError(f"it may advance `{_name_of(place)}`, an iterator")
     holders = [holder for each in everything for holder in each.holders]
     contents = [read_content(holder) for holder in holders]
     host = HostStreams()
@@ -57,6 +58,11 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
                 weight.data = data
             if weight.grad is not gradient:
                 weight.grad = gradient
+
+
+def _name_of(place: str) -> str:
+    """A place as users write it: those of a `LightningModule` are entries of its attributes."""
+    return re.sub(r"^\.?\['(\w+)'\]", r"\1", place.removesuffix(" (an iterator)")).lstrip(".")
 
 
 def _default_streams() -> list[Stream]:

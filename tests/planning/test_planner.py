@@ -45,6 +45,9 @@ def test_a_plan_is_within_its_budget_and_says_what_a_faster_one_could_save(link,
     plan = planner.plan(limit)
     assert plan.peak_bytes == planner.peak_of(list(plan.assignment.values())) <= limit
     assert 0 <= plan.gap_s <= plan.extra_s
+    moves = any(treatment.moves for treatment in plan.assignment.values())
+    windows = (LINK.inflight_bytes, LINK.prefetch_bytes) if moves else (0, 0)  # those it holds with
+    assert (plan.inflight_bytes, plan.prefetch_bytes) == windows
     if link is None:  # the solver is exact without copies, for 96 layers too
         assert plan.gap_s == 0
     assert ("more than the fastest plan" in str(plan)) is (plan.gap_s > 0)

@@ -867,3 +867,21 @@ def test_an_optimizer_that_steps_in_backward():
         return InBackward(Stack(layer))
 
     assert_exact(make, data=batches(5))
+
+
+@functools.lru_cache
+def scales(width: int) -> tuple[torch.Tensor, list[int]]:
+    """Its annotation is no class, though it looks like one."""
+    return torch.linspace(0.5, 1.0, width), [width]
+
+
+def test_types_with_arguments_are_no_state():
+    class Annotated(Layer):
+        def __init__(self):
+            super().__init__()
+            self.kinds = [list[int], dict[str, tuple[int, ...]]]
+
+        def forward(self, x):
+            return super().forward(x) * scales(x.shape[-1])[0]
+
+    assert_exact(lambda: stack(Annotated))
