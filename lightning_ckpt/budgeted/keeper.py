@@ -130,10 +130,13 @@ class BudgetKeeper:
             if self._ranks.called(self._all_steps):
                 self._plan_again()
         is_rehearsed = self._knowledge.is_rehearsed
-        has_changed, is_larger = self._has_changed(), self._sizes.are_exceeded_by(tensors, by_shape=is_rehearsed)
-        if is_larger or (has_changed and is_rehearsed):
+        trains_others, runs_others = self._trains_others(), self._runs_others()
+        is_larger = self._sizes.are_exceeded_by(tensors, by_shape=is_rehearsed)
+        if trains_others and not is_rehearsed and not isinstance(self._budget, Plan):
+            self._begin_again()
+        elif is_larger or ((trains_others or runs_others) and is_rehearsed):
             self._grow(batch, bytes_of(tensors))
-        elif has_changed:
+        elif trains_others or runs_others:
             self._sizes.check_from(self._all_steps + _WARM_UP, nbytes=0)
         measures = self.stage in (Stage.MEMORY, Stage.PROBE)
         if measures or self.stage is Stage.CHECK or self._watch is not None or self._checks_growth(tensors):
@@ -179,14 +182,17 @@ class BudgetKeeper:
             self._watch.close()
             self._watch = None
 
-    def _has_changed(self) -> bool:
-        """Whether a step is not the same any more: other weights are trained, or other layers run."""
+    def _trains_others(self) -> bool:
+        """Whether weights were frozen or set free since the batch before, or optimizers were given more."""
         before, self._trained = self._trained, self._what_is_trained()
+        return before != self._trained
+
+    def _runs_others(self) -> bool:
+        """Whether layers have run for the first time of which nothing is known."""
         begun = {each.name for each in self._idle if each.called}
         self._idle = [each for each in self._idle if not each.called]
         profile = self._knowledge.profile
-        has_begun = profile is not None and not begun.isdisjoint(profile.uncalled)
-        return has_begun or before != self._trained
+        return profile is not None and not begun.isdisjoint(profile.uncalled)
 
     def _what_is_trained(self) -> tuple[list[bool], list[int]]:
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
@@ -255,6 +261,21 @@ class BudgetKeeper:
             self._check(watch)
         elif watch is not None:
             self._check_growth(watch)
+
+    def _begin_again(self) -> None:
+        """What was measured is not true any more."""
+        if self.stage is Stage.WARM_UP and self.plan is None:
+            return
+        rank_zero_info(
+            f"{self._who}: other weights are trained from now on, so batches are measured again, with every layer "
+            "recomputed."
+        )
+        self.close()
+        self._knowledge.forget()
+        self._timed.clear()
+        self.plan, self._elected, self._replanned = None, {}, False
+        self._treat(dict.fromkeys(self._layers, self._cheapest))
+        self._steps, self.stage = 0, Stage.WARM_UP
 
     def _is_skipped(self, ran_backward: bool) -> bool:
         """Whether a later step has to be measured: this one, or the one before, had no backward on some rank.
@@ -391,15 +412,19 @@ class BudgetKeeper:
         return self.stage is Stage.SETTLED and self._sizes.are_checked_by(tensors, self._all_steps)
 
     def _check_growth(self, watch: StepWatch) -> None:
-        """What a plan for larger batches has really taken."""
+        """What a step has really taken that is larger than those before, or another one."""
         assert self.plan is not None
         knowledge = self._knowledge
         if watch.peak is None or watch.peak <= knowledge.limit or self._is_least:
             return
-        rank_zero_info(
-            f"{self._who}: with longer batches the peak is {size(watch.peak)}, above the budget of "
-            f"{size(knowledge.limit)}, so the plan is made again."
+        above = (
+            f"{self._who}: after a change of the step the peak is {size(watch.peak)}, above the budget of "
+            f"{size(knowledge.limit)}"
         )
+        if knowledge.profile is None:
+            rank_zero_warn(f"{above}. The plan was made for another step: make a new one, or give `memory_budget`.")
+            return
+        rank_zero_info(f"{above}, so the plan is made again.")
         knowledge.correct(self.plan.peak_bytes, watch.peak)
         self._change(self._later_plan(), announce=True)
 

@@ -99,8 +99,8 @@ class Knowledge:
         self.others = self._unknown_bytes(tensors)
 
     def forget(self) -> None:
-        """Nothing is known: not all ranks can rehearse their step."""
-        self._preflight = self.profile = None
+        """Nothing is known: not all ranks can rehearse their step, or it is not the same any more."""
+        self._preflight = self.profile = self.times = None
         self.others = 0
 
     def peak_with(self, assignment: Assignment, batch: Any) -> int | None:

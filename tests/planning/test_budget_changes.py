@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ckpt import ActivationCheckpointing, make_plan
 from lightning_ckpt.budgeted.sizes import BatchSizes, bytes_of
 from lightning_ckpt.planning.treatment import Treatment
 from tests.planning.models import Mlp
@@ -28,6 +29,7 @@ from tests.planning.test_budgeted_hostile import (
     rows,
     stack,
 )
+from tests.support import fit, heard
 
 KIB = 2**10
 
@@ -399,3 +401,47 @@ def test_bytes_of_sparse_and_nested_tensors():
     sizes = BatchSizes([longer])
     assert not sizes.are_exceeded_by([shorter], by_shape=True)
     assert BatchSizes([shorter]).are_exceeded_by([longer], by_shape=True)
+
+
+def test_a_plan_that_a_changed_step_outgrows_is_said():
+    data = rows(*[128] * 8)
+    plan = make_plan(Unfrozen(), next(iter(data)), "1000KiB")
+    callback, said = ActivationCheckpointing(plan=plan, monitor=False), list[str]()
+    with heard(said):
+        fit(Unfrozen, data, [callback], max_epochs=3)
+    assert sum("The plan was made for another step" in line for line in said) == 1, said
+    assert callback.budget_keeper is None
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["rehearsed", "measured"])
+def test_weights_that_are_set_free_by_the_model_itself(measured, tmp_path):
+    make = (lambda: Unfrozen(reads=True)) if measured else Unfrozen
+    result = assert_exact(
+        make,
+        data=rows(*[128] * 8),
+        budget="1300KiB",
+        monitor=True,
+        settings=lambda: {"max_epochs": 3, "logger": CSVLogger(tmp_path)},
+    )
+    rows_with_peaks = [row for row in read_last(tmp_path) if "memory/peak_MiB" in row]
+    peaks = {int(row["step"]): row["memory/peak_MiB"] * 1024 for row in rows_with_peaks}
+    settled = [peak for step, peak in peaks.items() if 4 <= step < 8 or step >= 10]
+    assert max(settled) <= 1300, (peaks, result.own_words)
+    assert peaks[23] > peaks[6]  # more is trained
+
+
+class Unfrozen(Module):
+    """Trains its last layer first, and all of them from the second epoch on."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__(stack(6))
+        self.reads = reads
+        self.model[:6].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.model.requires_grad_(True) if self.current_epoch else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item() if self.reads else 0.0
+        return loss

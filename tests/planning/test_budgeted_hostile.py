@@ -721,7 +721,7 @@ def test_a_longer_batch_that_takes_more_than_it_was_scaled_to_is_planned_for_aga
         monitor=True,
         settings=lambda: {"logger": CSVLogger(tmp_path)},
     )
-    assert sum("with longer batches the peak is 1.9 MiB, above" in line for line in result.own_words) == 1
+    assert sum("after a change of the step the peak is 1.9 MiB, above" in line for line in result.own_words) == 1
     peaks = {int(row["step"]): row["memory/peak_MiB"] * 1024 for row in read_last(tmp_path)}
     assert peaks[9] > 1400  # twice the length is more than twice the bytes
     planned = result.plans[-1].peak_bytes / 1024
