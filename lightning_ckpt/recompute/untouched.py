@@ -13,6 +13,8 @@ from lightning_ckpt.recompute.host_random import HostStreams
 from lightning_ckpt.recompute.inventory import Inventory
 from lightning_ckpt.recompute.streams import Stream, stream_of
 
+_ITERATOR = " (an iterator)"
+
 
 class UntouchableError(RuntimeError):
     """Something can be reached that could not be put back; the message names it."""
@@ -36,7 +38,7 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
     everything = [inventory.quiet, inventory.look_at_busy_roots(), Inventory.reach(dict(around or {}))]
     given_up = [*inventory.given_up, *(place for each in everything for place in each.given_up)]
     for place in given_up:
-        if place.endswith("(an iterator)"):
+        if place.endswith(_ITERATOR) and not place.endswith(f".gen{_ITERATOR}"):  # that of an open context manager
             raise UntouchableError(f"it may advance `{_name_of(place)}`, an iterator")
     holders = [holder for each in everything for holder in each.holders]
     contents = [read_content(holder) for holder in holders]
@@ -62,7 +64,7 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
 
 def _name_of(place: str) -> str:
     """A place as users write it: those of a `LightningModule` are entries of its attributes."""
-    return re.sub(r"^\.?\['(\w+)'\]", r"\1", place.removesuffix(" (an iterator)")).lstrip(".")
+    return re.sub(r"^\.?\['(\w+)'\]", r"\1", place.removesuffix(_ITERATOR)).lstrip(".")
 
 
 def _default_streams() -> list[Stream]:
