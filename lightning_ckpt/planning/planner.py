@@ -154,8 +154,8 @@ class Planner:
         return self.describe(self._leanest(), limit)
 
     def _leanest(self) -> Sequence[Treatment]:
-        """The plan with the least peak: that of the parts, unless they are wrong and the simplest one needs less."""
-        return min(lowest(self._chain).plan, self.uniform(Treatment.RECOMPUTE), key=self.peak_of)
+        """The plan with the least peak: that of the parts, unless they are wrong and one that is known needs less."""
+        return min([lowest(self._chain).plan, self.uniform(Treatment.RECOMPUTE), *self._peaks], key=self.peak_of)
 
     def describe(self, treatments: Sequence[Treatment], limit: int, gap_ns: int = 0) -> Plan:
         """A plan with these treatments, to which there may be one that is faster by a gap."""

@@ -237,6 +237,7 @@ class Preflight:
             trace = recorder.finish()
         if unused:  # they have no gradient and no state of the optimizer
             self._unused |= unused
+            self._optimizer, self._state_bytes = None, 0
             return None
         if self._optimizer is None:
             self._optimizer = trace.optimizer
