@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_ckpt.budgeted.changes import StepChanges
 from lightning_ckpt.budgeted.knowledge import Knowledge, Times, will_accumulate
 from lightning_ckpt.budgeted.ranks import Ranks, communicates
 from lightning_ckpt.budgeted.sizes import BatchSizes, bytes_of
@@ -96,9 +97,7 @@ class BudgetKeeper:
         self._has_stepped = False
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
         self._sizes = BatchSizes([])
-        self._parameters: list[nn.Parameter] = []
-        self._trained: tuple[list[bool], list[int]] = [], []
-        self._idle = recomputed  # layers that have not run in training yet
+        self._changes = StepChanges(trainer, module, recomputed)
         self._ran_backward = False
         self._has_skipped = False  # whether the step before had none
         self._skipped = 0  # steps that were not measured for that
@@ -120,8 +119,7 @@ class BudgetKeeper:
         tensors = [] if hands_out_iterator(self._trainer) else tensors_of(batch)
         if self.stage is None:
             self._sizes = BatchSizes(tensors)
-            self._parameters = list(self._module.parameters())
-            self._trained = self._what_is_trained()
+            self._changes = StepChanges(self._trainer, self._module, self._recomputed)
             self._start(batch, tensors)
         if self._has_stepped:  # a plan changes between steps, when everybody has seen what the last one was
             self._has_stepped = False
@@ -129,8 +127,9 @@ class BudgetKeeper:
             self._advance()
             if self._ranks.called(self._all_steps):
                 self._plan_again()
-        is_rehearsed = self._knowledge.is_rehearsed
-        trains_others, runs_others = self._trains_others(), self._runs_others()
+        is_rehearsed, profile = self._knowledge.is_rehearsed, self._knowledge.profile
+        trains_others = self._changes.trains_others()
+        runs_others = self._changes.runs_others(() if profile is None else profile.uncalled)
         is_larger = self._sizes.are_exceeded_by(tensors, by_shape=is_rehearsed)
         if trains_others and not is_rehearsed and not isinstance(self._budget, Plan):
             self._begin_again()
@@ -181,23 +180,6 @@ class BudgetKeeper:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-
-    def _trains_others(self) -> bool:
-        """Whether weights were frozen or set free since the batch before, or optimizers were given more."""
-        before, self._trained = self._trained, self._what_is_trained()
-        return before != self._trained
-
-    def _runs_others(self) -> bool:
-        """Whether layers have run for the first time of which nothing is known."""
-        begun = {each.name for each in self._idle if each.called}
-        self._idle = [each for each in self._idle if not each.called]
-        profile = self._knowledge.profile
-        return profile is not None and not begun.isdisjoint(profile.uncalled)
-
-    def _what_is_trained(self) -> tuple[list[bool], list[int]]:
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        numbers = [len(group["params"]) for group in groups]
-        return [each.requires_grad for each in self._parameters], [*numbers, self._trainer.accumulate_grad_batches]
 
     # ---------------------------------------------------------------- stages
 
