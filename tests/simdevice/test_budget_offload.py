@@ -16,8 +16,8 @@ MEASURED = 2  # the third step shows what memory is really taken
 LAYERS = 12
 
 
-@pytest.fixture(scope="module")
-def expected():
+@pytest.fixture
+def expected(sim):
     """The plain run."""
     return train(DEEP)
 
@@ -132,7 +132,8 @@ def test_a_slow_link_is_left_alone_once_times_are_measured(sim, monkeypatch, fir
 
     plain, seconds = timed()
     monkeypatch.setattr(Planner, "plan", begin)
-    limit = 26 * MIB
+    clean()
+    limit = torch.accelerator.memory_allocated() + 26 * MIB  # also for what others have left there
     run, budgeted_seconds = timed(ActivationCheckpointing(memory_budget=limit, offload=MOVING))
     assert_same(run, plain)
     assert treatments(run.plans[0]) == ["offload"] * first + ["keep"] * (LAYERS - first)
