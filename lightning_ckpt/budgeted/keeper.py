@@ -96,8 +96,8 @@ class BudgetKeeper:
         self._steps = 0
         self._has_stepped = False
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
-        self._sizes = BatchSizes([])
-        self._changes = StepChanges(trainer, module, recomputed)
+        self._sizes: BatchSizes  # from the first batch on
+        self._changes: StepChanges
         self._ran_backward = False
         self._has_skipped = False  # whether the step before had none
         self._skipped = 0  # steps that were not measured for that
@@ -109,7 +109,7 @@ class BudgetKeeper:
         self._elected: dict[str, Treatment] = {}  # by all ranks, also for layers that this one has not seen yet
         self._wanted: Plan | None = None  # for a batch that was larger than all before, until all ranks plan again
         self._all_steps = 0
-        self._replanned = self._has_grown = False
+        self._has_planned = self._replanned = self._has_grown = False
         self._is_least = False  # the budget cannot be kept any more, which has been said
 
     # ---------------------------------------------------------------- hooks
@@ -300,7 +300,8 @@ class BudgetKeeper:
         knowledge.profile = profile.scaled(self._sizes.beyond(self._seen))  # there have been larger batches
         knowledge.others = watch.peak - watch.trace.peak
         knowledge.measure_link()
-        self._first_plan()  # an error if even this does not fit
+        if not self._has_planned:
+            self._first_plan()  # an error if even this does not fit
         own = choose_probes(knowledge.planner, knowledge.limit) if self._operators else []
         self._probes = self._ranks.common(own)
         if self._probes:
@@ -448,7 +449,7 @@ class BudgetKeeper:
             return planner.least(self._knowledge.limit)
 
     def _apply(self, plan: Plan, announce: bool = True) -> None:
-        self.plan = plan
+        self.plan, self._has_planned = plan, True
         profile = self._knowledge.profile
         called = set() if profile is None else {layer.name for layer in profile.layers}
         uncalled = {name: treatment for name, treatment in self._elected.items() if name not in called}

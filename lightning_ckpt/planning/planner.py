@@ -42,6 +42,9 @@ class Planner:
         self._others = others
         self._operators = operators
         self._measured = measured
+        self._forward_s = sum(layer.forward_s for layer in profile.layers)
+        # How many times as long as its forward the backward of a layer takes, if layers share both alike.
+        self._backward = max(0.0, profile.step_s / self._forward_s - 1) if self._forward_s else 0.0
         layers = [
             {
                 treatment: Choice(
@@ -70,13 +73,11 @@ class Planner:
     def _late_ns(self, layer: LayerProfile, moved: int, link: Link | None) -> int:
         """The time for which backward waits, as a layer's copies back take longer than a backward of such a layer.
 
-        Backward is taken to share its time among layers as forward does. Waits within a layer are not foreseen.
+        Waits within a layer are not foreseen.
         """
-        forward_s = sum(each.forward_s for each in self.profile.layers)
-        if link is None or not moved or not forward_s:
+        if link is None or not moved or not self._forward_s:
             return 0
-        backward_s = layer.forward_s * max(0.0, self.profile.step_s / forward_s - 1)
-        return max(0, link.copy_ns(moved) - round(backward_s * 1e9))
+        return max(0, link.copy_ns(moved) - round(layer.forward_s * self._backward * 1e9))
 
     # ---------------------------------------------------------------- what plans come to
 

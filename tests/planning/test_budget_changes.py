@@ -430,6 +430,13 @@ def test_weights_that_are_set_free_by_the_model_itself(measured, tmp_path):
     assert peaks[23] > peaks[6]  # more is trained
 
 
+def test_a_change_in_the_middle_of_training_that_no_plan_can_hold_is_said_and_trained():
+    result = assert_exact(
+        lambda: Unfrozen(reads=True), data=rows(*[128] * 8), budget="1000KiB", settings=lambda: {"max_epochs": 3}
+    )
+    assert sum("Training goes on with the least memory" in line for line in result.own_words) == 1, result.own_words
+
+
 class Unfrozen(Module):
     """Trains its last layer first, and all of them from the second epoch on."""
 
