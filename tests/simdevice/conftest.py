@@ -4,6 +4,7 @@ They need g++ and ninja, and a process of their own, since the device is registe
 `python -m pytest tests/simdevice`.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -46,11 +47,17 @@ def pytest_pycollect_makemodule(module_path, parent):
     return None
 
 
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # what is there now stays; the collections below need not look at it
+
+
 @pytest.fixture
 def sim(request):
     """The simulated device, as after a start: lazy, without a limit, without a clock. Fails the test for its races."""
     import backend
 
+    gc.collect()  # what earlier tests have left in cycles would die amid this one, and free memory that it counts
     backend.configure()
     backend.set_limit()
     backend.set_pinned_limit()
