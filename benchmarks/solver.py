@@ -51,7 +51,12 @@ def make_chain(layers: int, kinds: int | None, choices: int, seed: int) -> Chain
     head = TOKENS * rng.choice([1_000, 200_000])
     window = 2 * max(choice.moved for options in chain for choice in options.values())
     return Chain(
-        rng.randrange(10**9, 10**10), chain, forward_ns, head, 0, Link(BYTES_PER_S, window // 2, window // 2, 10**15)
+        rng.randrange(10**9, 10**10),
+        chain,
+        forward_ns,
+        head,
+        0,
+        Link(BYTES_PER_S, window // 2, window // 2, 10**15, part_bytes=2**26),
     )
 
 

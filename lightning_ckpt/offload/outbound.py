@@ -21,6 +21,16 @@ _OPERATOR_SAVES = 16  # storages that one operator saves, at most
 _WARM_UP = 3  # optimizer steps in which host memory may still grow
 
 
+def part_bytes(saved: int) -> int:
+    """The size of the parts in which large layers travel.
+
+    Args:
+        saved: bytes that a forward pass saves.
+    """
+    least, most = _PART_BYTES
+    return min(max(saved // _SHARE, least), most)
+
+
 class _Announced(NamedTuple):
     """What the next tensor that is saved belongs to."""
 
@@ -230,8 +240,7 @@ class Outbound:
         """The forward work is over, since a backward begins."""
         if self.run is not None:
             self._order.learn_forward(self.run)
-            least, most = _PART_BYTES
-            self._part_bytes = min(max(self._saved // _SHARE, least), most)
+            self._part_bytes = part_bytes(self._saved)
             self._largest = [self._largest[1], 0]
             self._saved = 0
         self.run = self._group = self._part_of = None

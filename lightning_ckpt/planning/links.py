@@ -6,6 +6,7 @@ import torch
 
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.offload.budget import default_host_budget, slab_bytes
+from lightning_ckpt.offload.outbound import part_bytes
 from lightning_ckpt.planning.profile import Profile
 from lightning_ckpt.planning.solver import Link
 
@@ -14,7 +15,6 @@ BYTES_PER_S = 2.2e10
 
 _PROBE_BYTES = 64 * 2**20
 _PROBES = 3
-_PARTS = 64  # of what a step saves: the engine moves layers in parts of about this size
 
 
 def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTES_PER_S, local_ranks: int = 1) -> Link:
@@ -27,15 +27,17 @@ def link_of(profile: Profile, options: OffloadOptions, bytes_per_s: float = BYTE
         local_ranks: processes on this machine that share its memory.
     """
     moved = [max((cost.moved for cost in layer.costs.values()), default=0) for layer in profile.layers]
-    part = sum(moved) // _PARTS
-    each_way = max(part, max(moved, default=0) // 2)
+    largest = max(moved, default=0)
+    part = min(part_bytes(sum(moved)), largest)  # without room for one, compute would wait for every copy
+    each_way = max(part, largest // 2)
     inflight = each_way if options.max_inflight_bytes is None else int(options.max_inflight_bytes)
     # The engine brings back one part ahead at least.
     prefetch = each_way if options.prefetch_bytes is None else max(int(options.prefetch_bytes), part)
     budget = options.host_budget
     host_bytes = default_host_budget(local_ranks) if budget is None else int(budget) // local_ranks
     slab = slab_bytes(host_bytes)
-    return Link(bytes_per_s, inflight, prefetch, host_bytes // slab * slab)  # only whole slabs are of use
+    usable = host_bytes // slab * slab  # whole slabs only
+    return Link(bytes_per_s, inflight, prefetch, usable, part)
 
 
 def measured(link: Link, device: torch.device) -> Link:

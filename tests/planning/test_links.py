@@ -22,8 +22,15 @@ def profile(*moved: int) -> Profile:
 def test_both_ways_have_a_window_of_half_the_largest_layer_or_of_a_part_of_all():
     link = link_of(profile(64 * MIB, 640 * MIB), OffloadOptions())
     assert (link.inflight_bytes, link.prefetch_bytes, link.window_bytes) == (320 * MIB, 320 * MIB, 640 * MIB)
-    many = link_of(profile(*[64 * MIB] * 128), OffloadOptions())
-    assert (many.inflight_bytes, many.prefetch_bytes) == (128 * MIB, 128 * MIB)
+    many = link_of(profile(*[40 * MIB] * 80), OffloadOptions())
+    assert (many.inflight_bytes, many.prefetch_bytes) == (40 * MIB, 40 * MIB)
+    assert link_of(profile(*[80 * MIB] * 80), OffloadOptions()).inflight_bytes == 64 * MIB  # no part is larger
+
+
+def test_layers_that_travel_whole_have_room_for_one():
+    """With less, compute would wait for every copy."""
+    link = link_of(profile(*[MIB // 4] * 6), OffloadOptions())
+    assert (link.part_bytes, link.inflight_bytes, link.prefetch_bytes) == (MIB // 4,) * 3
 
 
 @pytest.mark.parametrize(

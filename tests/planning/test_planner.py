@@ -9,7 +9,7 @@ from lightning_ckpt.planning.solver import Link
 from lightning_ckpt.planning.treatment import Treatment
 
 MIB = 2**20
-LINK = Link(25e9, 300 * MIB, 300 * MIB, 10**12)
+LINK = Link(25e9, 300 * MIB, 300 * MIB, 10**12, 64 * MIB)
 
 
 def profile(count: int) -> Profile:

@@ -8,6 +8,9 @@ from scenarios import DEVICE
 from torch import nn
 
 import lightning_ckpt.offload.planner as planner
+from lightning_ckpt.offload.outbound import part_bytes
+from lightning_ckpt.planning.solver import Chain as Costs
+from lightning_ckpt.planning.solver import Choice, Link, cost
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -15,30 +18,35 @@ NBYTES = 4 * 1024
 
 
 class _Work(torch.autograd.Function):
-    """Saves its input; takes one second in forward and two in backward."""
+    """Saves its input; takes some time in forward and twice as much in backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, seconds):
         ctx.save_for_backward(x)
-        backend.clock.spend(1.0)
+        ctx.seconds = seconds
+        backend.clock.spend(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        backend.clock.spend(2.0)
-        return gradient + 0 * x
+        backend.clock.spend(2 * ctx.seconds)
+        return gradient + 0 * x, None
 
 
 class Layer(nn.Module):
-    """A layer of one second."""
+    """A layer of one second, which saves something so many times."""
 
-    def __init__(self):
+    def __init__(self, saves=1):
         super().__init__()
         self.inner = nn.Identity()  # a layer has parts, or it would not be found
+        self._saves = saves
 
     def forward(self, x):
-        return _Work.apply(self.inner(x))
+        x = self.inner(x)
+        for _ in range(self._saves):
+            x = _Work.apply(x, 1 / self._saves)
+        return x
 
 
 class Chain:
@@ -46,6 +54,8 @@ class Chain:
 
     Args:
         layers: how many.
+        saves: how many times a layer saves something.
+        nbytes: what it saves each time.
         options: those of the engine.
 
     Attributes:
@@ -53,22 +63,24 @@ class Chain:
         resident: saved activations on the device after its forward, in layers.
     """
 
-    def __init__(self, layers, **options):
+    def __init__(self, layers, saves=1, nbytes=NBYTES, **options):
         self.run = Offloaded(**options)
         self.engine = self.run.engine
-        self._model = nn.Sequential(*(Layer() for _ in range(layers)))
+        self._model = nn.Sequential(*(Layer(saves) for _ in range(layers)))
         self.run.model(self._model)
-        self._leaf = torch.zeros(NBYTES // 4, device=DEVICE, requires_grad=True)
+        self._leaf = torch.zeros(nbytes // 4, device=DEVICE, requires_grad=True)
+        self._of_a_layer = saves * nbytes
 
     def train(self, x, steps=6):
         """Some steps, on a link that takes `x` seconds per layer."""
-        backend.clock.configure(out_bytes_per_s=NBYTES / x, in_bytes_per_s=NBYTES / x)
+        rate = self._of_a_layer / x
+        backend.clock.configure(out_bytes_per_s=rate, in_bytes_per_s=rate)
         for _ in range(steps):
             torch.accelerator.synchronize()
             start = backend.clock.now()
             with self.run.forward():
                 loss = self._model(self._leaf * 1).sum()
-            self.resident = self.engine.resident_bytes / NBYTES
+            self.resident = self.engine.resident_bytes / self._of_a_layer
             loss.backward()
             self.run.step_done()
             del loss
@@ -114,6 +126,26 @@ def test_waits_are_reported_as_the_device_had_them():
     assert metrics["backward_wait_ms"] > 1000
     waited = (metrics["forward_wait_ms"] + metrics["backward_wait_ms"]) / 1e3
     assert waited == pytest.approx((chain.ratio - 1) * 36)
+
+
+@pytest.mark.parametrize("x", [0.3, 0.9, 1.5, 4])
+@pytest.mark.parametrize("windows", [0.5, 1, 2])
+@pytest.mark.parametrize(("saves", "nbytes"), [(8, 2**20), (8, 2**19), (2, 2**22), (8, 2**17), (1, 2**18)])
+def test_waits_in_forward_are_those_that_plans_foresee(saves, nbytes, windows, x):
+    """Copies of large layers start while they compute; small layers travel whole."""
+    layers, moved = 10, saves * nbytes
+    part = min(moved, part_bytes(layers * moved))
+    inflight = max(part, int(windows * moved))
+    chain = Chain(layers, saves, nbytes, move="all", keep_last=0, max_inflight_bytes=inflight).train(x)
+    chain.engine.take_statistics()
+    seen = chain.train(x, steps=1).engine.take_statistics().figures()["forward_wait_ms"] / 1e3
+
+    link = Link(moved / x, inflight, 0, 10**12, part)
+    costs = Costs(0, [{"offload": Choice(0, 0, 0, moved)}] * layers, [10**9] * layers, 0, 0, link)
+    planned = cost(costs, ["offload"] * layers) / 1e9
+    at_once = -(-part // nbytes) * nbytes / moved * x  # a copy is waited for as a whole
+    assert planned <= seen + 1e-6
+    assert seen <= planned + (1.01 * at_once if planned else 0)
 
 
 def test_layers_stay_only_as_far_as_the_device_has_room():

@@ -47,6 +47,7 @@ class Bounds:
         self._bytes = [_least_bytes(*case, head) for case in cases]
         costs = [[[o.cost_ns + price * o.copy_ns for o in each] for each in layers] for price in self._prices]
         self._curves = [[_curves(resident, each, transient, head) for each in costs] for resident, transient in cases]
+        self._amid_ns = [max(option.copy_ns - option.last_ns for option in options) for options in layers]
         self._later_ns = np.append(np.cumsum(problem.forward_ns[:0:-1], dtype=np.int64)[::-1], 0)
 
     def needed(self, i: int, held: Ints, moved: Ints) -> Ints:
@@ -96,7 +97,7 @@ class Bounds:
         problem, layers = self._problem, len(self._problem.layers)
         if i == layers or len(self._prices) == 1:
             return np.zeros(len(queue))
-        waiting = np.maximum(queue - problem.forward_ns[i], 0)
+        waiting = np.maximum(queue - problem.forward_ns[i], -self._amid_ns[i])  # copies behind it start amid the layer
         given: Floats = (problem.inflight_ns - waiting + self._later_ns[i]).astype(np.float64)
         if problem.host is not None:
             given = np.minimum(given, (problem.host - moved) * problem.byte_ns + (layers - i))

@@ -41,17 +41,20 @@ class Link:
         inflight_bytes: bytes that may be on their way out at once before compute waits.
         prefetch_bytes: bytes that are brought back ahead of their use.
         host_bytes: host memory that may be used.
+        part_bytes: bytes of a layer that are copied at once: their copy starts as soon as they are there, that of the
+            last ones as the layer ends.
     """
 
     bytes_per_s: float
     inflight_bytes: int
     prefetch_bytes: int
     host_bytes: int
+    part_bytes: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.bytes_per_s < math.inf:
             raise ValueError(f"`bytes_per_s={self.bytes_per_s!r}` must be a number of bytes per second, 1 or more.")
-        for name in ("inflight_bytes", "prefetch_bytes", "host_bytes"):
+        for name in ("inflight_bytes", "prefetch_bytes", "host_bytes", "part_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be 0 bytes or more.")
 
@@ -68,6 +71,10 @@ class Link:
     def copy_ns(self, nbytes: int) -> int:
         """The time that a copy takes."""
         return math.ceil(nbytes / self.bytes_per_s * _NS)
+
+    def last_copy_ns(self, nbytes: int) -> int:
+        """The time that the last part takes of a layer that moves so many bytes."""
+        return self.copy_ns(min(nbytes, self.part_bytes))
 
 
 @dataclass(frozen=True)
@@ -162,15 +169,17 @@ def _demands(chain: Chain[K], plan: Sequence[K]) -> Iterator[tuple[Binding, int]
 def cost(chain: Chain[K], plan: Sequence[K]) -> int:
     """Extra nanoseconds of a step under a plan: those of the treatments, and those in which compute waits for copies.
 
-    Copies queue up behind each other, and compute waits where more of them are on their way than may be. The queue is
-    counted as the time that it takes to empty, so that all sums are exact.
+    Copies queue up behind each other, and compute waits where more of them are on their way than may be. A layer's
+    copies start while it computes, but for the last part. The queue is counted as the time that it takes to empty, so
+    that all sums are exact.
     """
     choices = chain.choices(plan)
     total = sum(choice.cost_ns for choice in choices)
     if chain.link is not None:
         queue = 0
         for choice, forward_ns in zip(choices, chain.forward_ns, strict=True):
-            queue = max(0, queue - forward_ns) + chain.link.copy_ns(choice.moved)
+            last_ns = chain.link.last_copy_ns(choice.moved)
+            queue = max(0, queue + chain.link.copy_ns(choice.moved) - last_ns - forward_ns) + last_ns
             total += max(0, queue - chain.link.inflight_ns)
             queue = min(queue, chain.link.inflight_ns)
     return total

@@ -31,9 +31,11 @@ class Ending:
         ending._needed = np.append(self._needed + option.resident, option.transient)
         ending._moved = np.append(self._moved + option.moved, 0)
         ending._all_moved = self._all_moved + option.moved
-        ending._cost_ns = self._cost_ns + option.cost_ns + max(0, option.copy_ns - self._room_ns)
-        room_ns = max(0, self._room_ns - option.copy_ns) + forward_ns
-        ending._room_ns = min(room_ns, self._problem.inflight_ns)
+        amid_ns = option.copy_ns - option.last_ns
+        room_ns = max(0, self._room_ns - option.last_ns) + forward_ns - amid_ns
+        waits_ns = max(0, option.last_ns - self._room_ns) + max(0, -room_ns)  # whatever the layers begin with
+        ending._cost_ns = self._cost_ns + option.cost_ns + waits_ns
+        ending._room_ns = min(max(0, room_ns), self._problem.inflight_ns)
         return ending
 
     def suits(self, held: Ints, moved: Ints, queue: Ints, cost: Ints, worth: tuple[int, int]) -> NDArray[np.bool_]:

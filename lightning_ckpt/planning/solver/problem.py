@@ -16,6 +16,7 @@ class Option:
         cost_ns: extra time.
         moved: bytes that go to host memory.
         copy_ns: the time that their copy takes.
+        last_ns: the part of it that starts as the layer ends.
     """
 
     resident: int
@@ -23,6 +24,7 @@ class Option:
     cost_ns: int
     moved: int
     copy_ns: int
+    last_ns: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def problem_of(chain: Chain[K], is_free: bool = False) -> Problem:
                 0 if is_free else choice.cost_ns,
                 choice.moved,
                 0 if is_free or link is None else link.copy_ns(choice.moved),
+                0 if is_free or link is None else link.last_copy_ns(choice.moved),
             )
             for choice in choices.values()
         ]

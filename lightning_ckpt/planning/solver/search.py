@@ -106,7 +106,8 @@ class _Passes:
         problem = self._problem
         held, moved, device, queue, cost, peak, *_ = labels
         longer = np.empty_like(labels)
-        waiting = np.maximum(queue - problem.forward_ns[i], 0) + option.copy_ns
+        amid_ns = option.copy_ns - option.last_ns
+        waiting = np.maximum(queue + amid_ns - problem.forward_ns[i], 0) + option.last_ns
         longer[_HELD] = held + option.resident
         longer[_MOVED] = moved + option.moved
         if problem.host is None:

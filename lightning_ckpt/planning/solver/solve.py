@@ -43,7 +43,10 @@ def solve(chain: Chain[K], limit: int) -> Solution[K] | None:
     if found.bound == NEVER:
         return None
     least = _least(chain)  # there were too many labels to keep one that fits
-    return _solution(chain, least, 0) if least.worth[1] <= limit else None
+    if least.worth[1] <= limit:
+        return _solution(chain, least, 0)
+    cheapest = solve(chain, least.worth[1])  # whose peak may happen to be lower
+    return cheapest if cheapest is not None and cheapest.peak <= limit else None
 
 
 def lowest(chain: Chain[K]) -> Solution[K]:
