@@ -47,6 +47,7 @@ def _fakes(storages: Sequence[StorageReference]) -> list[Any]:
     """The tensors that have one of these storages."""
     if not any(each() is not None for each in storages):
         return []
+    gc.unfreeze()  # else nobody would find who keeps them among what `gc.freeze` has set aside
     gc.collect()
     alive = {storage._cdata for each in storages if (storage := each()) is not None}
     fakes = _objects(FakeTensor) if alive else []

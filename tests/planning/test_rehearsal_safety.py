@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -209,6 +210,21 @@ def test_an_object_outside_of_the_model_that_keeps_a_tensor_is_an_error_with_a_c
     criterion().weight = torch.full((WIDTH,), 0.5)  # made before training, as the message says
     assert_rehearsed(Criticized)
     criterion.cache_clear()
+
+
+@pytest.fixture
+def frozen():
+    """Everything is hidden from the garbage collector, as servers and loaders with many processes do it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
+def test_what_is_hidden_from_the_garbage_collector_is_found_too():
+    test_functions_that_cache_tensors("step", "in containers")
+    gc.freeze()
+    test_an_object_outside_of_the_model_that_keeps_a_tensor_is_an_error_with_a_cure(is_made_before=True)
 
 
 def assert_equal_weights(module: nn.Module, other: nn.Module) -> None:

@@ -48,8 +48,9 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def pytest_collection_finish(session):
-    gc.collect()
-    gc.freeze()  # what is there now stays; the collections below need not look at it
+    if _has_own_process(session.config):
+        gc.collect()
+        gc.freeze()  # what is there now stays; the collections below need not look at it
 
 
 @pytest.fixture
