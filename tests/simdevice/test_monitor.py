@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from scenarios import DEVICE
-from test_offload_clock import _Work as Work
+from test_offload_clock import Work
 from test_offload_lightning import SMALL, Manual, Training, fit, strategy
 from torch import nn
 
@@ -527,7 +527,7 @@ class Chunk(nn.Module):
         self.inner = nn.Identity()  # a layer has parts, or it would not be found
 
     def forward(self, x):
-        return Work.apply(self.inner(x))
+        return Work.apply(self.inner(x), 1.0)
 
 
 @pytest.mark.parametrize(("seconds", "hidden"), [(0.5, 1.0), (4.0, 36 / 96)])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("sim")
 NBYTES = 4 * 1024
 
 
-class _Work(torch.autograd.Function):
+class Work(torch.autograd.Function):
     """Saves its input; takes some time in forward and twice as much in backward."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class Layer(nn.Module):
     def forward(self, x):
         x = self.inner(x)
         for _ in range(self._saves):
-            x = _Work.apply(x, 1 / self._saves)
+            x = Work.apply(x, 1 / self._saves)
         return x
 
 
