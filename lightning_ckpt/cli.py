@@ -15,11 +15,12 @@ from typing_extensions import override
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadError, OffloadOptions
-from lightning_ckpt.plan_command import PlanCommand, PlanRun, weights_without_memory
+from lightning_ckpt.plan_command import CHANGING_STEPS, PlanCommand, PlanRun
 from lightning_ckpt.planning import BudgetError, LeakError, PlanFileError, PreflightError
 from lightning_ckpt.planning.picture import PictureError
 from lightning_ckpt.recompute.policy import PolicyError
 from lightning_ckpt.selection import SelectionError
+from lightning_ckpt.weightless import weights_without_memory
 
 _KEY = "ckpt"
 _PLAN = "plan"
@@ -30,7 +31,6 @@ _PLAIN_TRAINER: dict[str, Any] = {
     "num_nodes": 1,
     "strategy": "auto",
     "logger": False,
-    "callbacks": None,
     "profiler": None,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -132,7 +132,10 @@ class CheckpointCLIMixin:
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Instantiate the Trainer, and watch that a model's `configure_callbacks` does not replace the flags."""
         if self._plans:  # it may be meant for a machine that is not this one
-            kwargs |= _PLAIN_TRAINER
+            given = (self._get(self.config_init, "trainer") or {}).get("callbacks") or []  # type: ignore[attr-defined]
+            callbacks = given if isinstance(given, list) else [given]
+            kept = [callback for callback in callbacks if isinstance(callback, CHANGING_STEPS)]
+            kwargs |= {**_PLAIN_TRAINER, "callbacks": kept or None}
         trainer: pl.Trainer = super().instantiate_trainer(**kwargs)  # type: ignore[misc]
         callback = self._get(self.config_init, _KEY)  # type: ignore[attr-defined]
         if is_overridden("configure_callbacks", self.model, pl.LightningModule):  # type: ignore[attr-defined]

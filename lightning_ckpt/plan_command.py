@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -9,46 +10,35 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.utilities import _parse_loop_limits
+from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
+from lightning_ckpt.budgeted.knowledge import will_accumulate
 from lightning_ckpt.budgeted.surroundings import nothing_logged
 from lightning_ckpt.callback import ActivationCheckpointing
 from lightning_ckpt.measure.work import tensors_of
+from lightning_ckpt.monitor.trainer import callbacks_of
 from lightning_ckpt.offload import OffloadOptions
 from lightning_ckpt.offload.budget import parse_bytes
 from lightning_ckpt.planning import Budget, BudgetError, Plan, PlanFileError, parse_budget, save_plan
 from lightning_ckpt.planning.links import BYTES_PER_S
-from lightning_ckpt.planning.make import planner_by_preflight, step_of
+from lightning_ckpt.planning.make import layers_to_plan, planner_by_preflight, step_of
 from lightning_ckpt.planning.picture import draw_frontier
 from lightning_ckpt.planning.plan import size
 from lightning_ckpt.planning.planner import Planner
-from lightning_ckpt.planning.preflight import Preflight, map_tensors
+from lightning_ckpt.planning.preflight import Preflight, PreflightError, map_tensors
 from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.table import frontier_table, plan_table
 from lightning_ckpt.recompute.policy import resolve_policy
-from lightning_ckpt.selection import select_layers
+from lightning_ckpt.weightless import weights_without_memory
 
-
-@contextlib.contextmanager
-def weights_without_memory() -> Iterator[None]:
-    """Weights that modules are given are on the `meta` device; all else that a model makes has its numbers."""
-    handle = register_module_parameter_registration_hook(_give_up_memory)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _give_up_memory(module: nn.Module, name: str, parameter: Any) -> None:
-    if type(parameter) is nn.Parameter and not parameter.is_meta:
-        twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        twin.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, twin)  # the same object, for whoever else holds it
+#: Callbacks by which a step takes another amount of memory. All others are left out.
+CHANGING_STEPS = (BaseFinetuning, GradientAccumulationScheduler)
 
 
 class PlanCommand:
@@ -84,6 +74,18 @@ class PlanCommand:
             ckpt_path: Of no use here; configurations of ``fit`` have it.
             weights_only: Of no use here; configurations of ``fit`` have it.
         """
+
+
+class _NoLogger(DummyLogger):
+    """Stands in for the user's, which setup and the step may use; nothing is written."""
+
+    @property
+    def save_dir(self) -> str:
+        return os.getcwd()
+
+    @property
+    def log_dir(self) -> str:
+        return os.path.join(self.save_dir, "lightning_logs", "version_0")
 
 
 class PlanRun:
@@ -151,7 +153,12 @@ class PlanRun:
         elif isinstance(self._rows, int):
             batch = with_rows(batch, self._rows)
         preflight = self._preflight(batch)
-        planner = self._planner(preflight)
+        try:
+            planner = self._planner(preflight)
+        except (PreflightError, OverflowError) as error:
+            if self._rows is None:
+                raise
+            raise BudgetError(f"`batch_size={self._rows!r}` cannot be planned for: {error}.") from None
         limit = self._limit(self._budget, planner)
         frontier = planner.frontier(planner.rules())  # first, so that a plan is never worse than a rule
         try:
@@ -176,7 +183,7 @@ class PlanRun:
         """Everything that `fit` does before the first step, as far as it takes no memory; the first batch."""
         trainer, model = self._trainer, self._model
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
-        trainer.logger = DummyLogger()  # the step may use it
+        trainer.logger = _NoLogger()
         trainer._data_connector.attach_data(model, datamodule=self._datamodule)
         trainer.strategy.connect(model)
         loop = trainer.fit_loop
@@ -188,11 +195,13 @@ class PlanRun:
         trainer._data_connector.prepare_data()
         if self._datamodule is not None:
             self._datamodule.setup("fit")
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, CHANGING_STEPS):
+                callback.setup(trainer, model, stage="fit")
         with weights_without_memory():
             model.setup("fit")
-            model.configure_model()
+            _call_configure_model(trainer)
         trainer.precision_plugin.convert_module(model)
-        model.train()
         loop.setup_data()
         loader = loop._combined_loader
         batch = None if loader is None else next(iter(loader), (None,))[0]
@@ -210,12 +219,12 @@ class PlanRun:
         return Preflight(
             self._model,
             batch,
-            select_layers(self._model, self._callback.layers, check_fn=self._callback.check_fn).layers,
+            layers_to_plan(self._model, self._callback.layers, self._callback.check_fn),
             step_of(self._model),
             optimizers=self._make_optimizers,
             operators=self._operators,
             min_bytes=int((self._options or OffloadOptions()).min_bytes),
-            accumulates=self._trainer.accumulate_grad_batches > 1,
+            accumulates=will_accumulate(self._trainer),
             rates=self._rates,
             around_step=self._around_step,
             around={"trainer.strategy": vars(self._trainer.strategy)},  # optimizers of a rehearsal are not kept
@@ -247,7 +256,15 @@ class PlanRun:
 
         def planner(rows: int) -> Planner:
             if rows not in planners:
-                planners[rows] = self._planner(self._preflight(with_rows(batch, rows)))
+                try:
+                    planners[rows] = self._planner(self._preflight(with_rows(batch, rows)))
+                except PreflightError as error:
+                    raise PreflightError(f"with {rows} rows, {error}") from None
+                except OverflowError:
+                    raise BudgetError(
+                        f"`memory_budget={self._budget.written!r}` is beyond what can be planned for: a batch of "
+                        f"{rows} rows was tried."
+                    ) from None
             return planners[rows]
 
         def peak(rows: int) -> int:
@@ -260,12 +277,17 @@ class PlanRun:
                 return False
             return True
 
-        if not fits(1):
+        least = 1
+        try:
+            planner(1)
+        except PreflightError:  # normalization over the batch, pairs of rows
+            least = rows_of(batch)
+        if not fits(least):
             raise BudgetError(
-                f"`memory_budget={self._budget.written!r}`: a batch of one row takes {size(peak(1))}, more than the "
-                f"{size(limit)} that there are."
+                f"`memory_budget={self._budget.written!r}`: a batch of {'one row' if least == 1 else f'{least} rows'} "
+                f"takes {size(peak(least))}, more than the {size(limit)} that there are."
             )
-        most, too_many = 1, 0
+        most, too_many = least, 0
         for trial in itertools.count():
             if too_many == most + 1:
                 break
@@ -299,7 +321,8 @@ class PlanRun:
             "measures them, and plans again.",
             "Bytes are those of a CPU. On an accelerator other kernels run: dropout masks take a quarter there, "
             "attention may keep less or more, workspaces and fragments of the allocator come on top, and strategies of "
-            "several ranks add buffers or shard weights.",
+            "several ranks add buffers or shard weights. Callbacks are left out, but for those that freeze weights or "
+            "accumulate gradients.",
         ]
         if self._options is not None:
             lines.append(f"Copies to host memory are planned at {self._link_bytes_per_s / 1e9:,.4g} GB/s each way.")
@@ -319,19 +342,27 @@ def _read_memory(written: str | None) -> int | None:
         raise BudgetError(f"`device_memory={written!r}`: {error}") from None
 
 
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has, by its first tensor that has any."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise BudgetError(
+        f"`batch_size` has no effect on a batch without tensors that have rows (`{type(batch).__name__}`): leave it "
+        "out, and have the data give batches of the size to plan for."
+    )
+
+
 def with_rows(batch: Any, rows: int) -> Any:
     """The batch with another number of rows, and no numbers."""
-    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
-    if not tensors:
-        raise BudgetError(
-            f"`batch_size` has no effect on a batch without tensors that have rows (`{type(batch).__name__}`): leave "
-            "it out, and have the data give batches of the size to plan for."
-        )
-    old = tensors[0].shape[0]
+    old = rows_of(batch)
 
     def resized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
             return tensor
-        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        try:
+            return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        except (TypeError, RuntimeError, OverflowError):
+            raise BudgetError(f"a batch of {rows} rows is larger than tensors can be.") from None
 
     return map_tensors(batch, resized)

@@ -18,8 +18,9 @@ from lightning_ckpt.planning.planner import Planner
 from lightning_ckpt.planning.preflight import Preflight, PreflightError, Step
 from lightning_ckpt.planning.profile import Profile, make_profile
 from lightning_ckpt.planning.treatment import Assignment, Treatment
+from lightning_ckpt.recompute.foreign import find_wrapped
 from lightning_ckpt.recompute.policy import Operators, resolve_policy
-from lightning_ckpt.selection import select_layers
+from lightning_ckpt.selection import SelectionError, select_layers
 from lightning_ckpt.selection.match import LayerPattern
 
 
@@ -81,7 +82,7 @@ def make_plan(
     preflight = Preflight(
         module,
         batch,
-        select_layers(module, layers, check_fn=check_fn).layers,
+        layers_to_plan(module, layers, check_fn),
         step or step_of(module),
         optimizers=_optimizers(module, optimizers),
         operators=operators,
@@ -95,6 +96,31 @@ def make_plan(
         return planner.plan(limit)
     except BudgetError as error:
         raise BudgetError(f"`budget={budget!r}`: {error}") from None
+
+
+def layers_to_plan(
+    module: nn.Module,
+    layers: list[LayerPattern] | LayerPattern | None,
+    check_fn: Callable[[nn.Module], bool] | None,
+) -> dict[str, nn.Module]:
+    """The layers that are chosen, less those that PyTorch's `checkpoint_wrapper` recomputes already.
+
+    Args:
+        module: the model.
+        layers: see `make_plan`.
+        check_fn: see `make_plan`.
+
+    Raises:
+        SelectionError: there are none.
+    """
+    chosen = select_layers(module, layers, check_fn=check_fn).layers
+    wrapped = find_wrapped(module, chosen)
+    if len(wrapped) == len(chosen):
+        raise SelectionError(
+            f"all of the {len(chosen)} chosen layers are checkpointed already by PyTorch's `checkpoint_wrapper`, so "
+            "that there is nothing to plan. Do not wrap them."
+        )
+    return {name: layer for name, layer in chosen.items() if name not in wrapped}
 
 
 def planner_by_preflight(
@@ -193,7 +219,12 @@ def _optimizers(module: nn.Module, given: Any) -> Sequence[Optimizer] | Callable
         return optimizers_of(module)
     if callable(given):
         return lambda module: find_optimizers(given(module))
-    return list(find_optimizers(given))
+    found = list(find_optimizers(given))
+    if not found and not isinstance(given, (list, tuple)):
+        raise BudgetError(
+            f"`optimizers={given!r}` is no optimizer: give those of the module, or a function that makes them of it."
+        )
+    return found
 
 
 def find_optimizers(configured: Any) -> Iterator[Optimizer]:

@@ -53,8 +53,11 @@ def draw_frontier(frontier: Frontier, budget_bytes: int | None, output: str | Pa
     if output.suffix.lower()[1:] not in figure.canvas.get_supported_filetypes():
         raise PictureError(f"{output} should end in .png, .svg, .pdf or another format of matplotlib.")
     _fill(figure, frontier, budget_bytes)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    except OSError as error:
+        raise PictureError(f"{output} cannot be written: {error.strerror}.") from None
 
 
 def _figure() -> "Figure":

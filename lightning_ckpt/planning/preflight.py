@@ -5,6 +5,7 @@ them through the very code that recomputes and moves activations in training, an
 """
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import logging
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ckpt.measure.storage import PLAIN
 from lightning_ckpt.measure.work import parts_of
@@ -37,6 +39,7 @@ from lightning_ckpt.planning.rates import Rates, rates_of
 from lightning_ckpt.planning.trace import StepRecorder, StepTrace, Stretch
 from lightning_ckpt.planning.treatment import Assignment, Treatment, treat
 from lightning_ckpt.recompute import Recompute, attached
+from lightning_ckpt.recompute.foreign import is_switched_on
 from lightning_ckpt.recompute.policy import Operators
 from lightning_ckpt.recompute.untouched import UntouchableError, untouched
 from lightning_ckpt.recompute.watch import unwatched
@@ -50,10 +53,39 @@ class PreflightError(RuntimeError):
 
 
 class FakeMode(FakeTensorMode):
-    """Stays the same where its tensors are copied: copies of its weak references would be freed twice."""
+    """Leaves real tensors as they are: what is written to them, and the gradients that they get, is undone.
+
+    Attributes:
+        gradients: of real tensors that were computed with, before the rehearsal, by `id`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def __deepcopy__(self, memo: Any) -> "FakeMode":
-        return self
+        return self  # copies of its weak references would be freed twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        real = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and not is_fake(value)]
+        for tensor in real:
+            if tensor.requires_grad and tensor.is_leaf:
+                self.gradients.setdefault(id(tensor), (tensor, tensor.grad))
+        writes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+        if real and writes:  # which the mode would really do where all arguments are real
+            args, kwargs = tree_map(self._without_numbers, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _without_numbers(self, value: Any) -> Any:
+        return self.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
+
+    def put_back(self) -> None:
+        """Give real tensors the gradients that they had."""
+        for tensor, gradient in self.gradients.values():
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+        self.gradients.clear()
 
 
 class _Faker:
@@ -64,7 +96,7 @@ class _Faker:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self.mode = FakeMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode()
         self._device = device
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -108,7 +140,8 @@ class Preflight:
         accumulates: whether gradients of several batches are added up before the optimizer's step. Default: no.
         rates: give times by formula. Default: round figures for the kind of device.
         around_step: makes a context that is entered around forward, such as that of a precision. Default: none.
-        around: objects beside the module that the step may change, by name; a rehearsal leaves them as they are, too.
+        around: objects beside the module and the batch that the step may change, by name; a rehearsal leaves them as
+            they are, too.
 
     Raises:
         PreflightError: a weight is sharded, quantized or not initialized, the batch has tensors of a kind that cannot
@@ -153,7 +186,7 @@ class Preflight:
         self._accumulates = accumulates
         self._rates = rates or rates_of(self.device)
         self._around_step = around_step
-        self._around = around
+        self._around = {**(around or {}), "the batch": self._batch}
         self._optimizer: Stretch | None = None
         self._unused: set[str] = set()  # weights that get no gradient
         self._state_bytes = 0
@@ -171,7 +204,7 @@ class Preflight:
         """
         trace = None
         while trace is None:
-            trace = self._attempt(assignment)
+            trace = contextvars.copy_context().run(self._attempt, assignment)
         return trace
 
     def _attempt(self, assignment: Assignment) -> StepTrace | None:
@@ -186,6 +219,7 @@ class Preflight:
                     unpacked_sequences(),
                     excused_metrics(self._module),
                     _eager(),
+                    torch.enable_grad(),
                 ):
                     trace = self._run(assignment)
             except (MemoryError, torch.OutOfMemoryError):
@@ -209,20 +243,28 @@ class Preflight:
         recorder = StepRecorder(self.layers, self._rates)
         recorder.adopt(faker.made())
         host = GhostHost(module, self.device, self._min_bytes)
-        reparametrized = _reparametrize_module(module, swapped, tie_weights=True)
+        # Those of a module with two names come back last first, or it would be left with a fake weight.
+        reparametrized = _reparametrize_module(module, swapped, tie_weights=True, stack_weights=True)
         treated = _treated(module, self.layers, assignment, self._operators, host)
-        with self._noting(recorder), contextlib.closing(recorder), reparametrized, treated, faker.mode:
+        with (
+            self._noting(recorder),
+            contextlib.closing(recorder),
+            _undoing(faker.mode),
+            reparametrized,
+            treated,
+            faker.mode,
+        ):
             host.learn()
-            optimizers = list(self._fake_optimizers(module, faker))  # the step may ask for them
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            made = list(self._fake_optimizers(module, faker))  # the step may ask for them
+            recorder.adopt(state for optimizer in made for state in _state_of(optimizer))  # Adagrad has it at once
+            groups = [group for optimizer in made for group in optimizer.param_groups]
             cleared = [weight for group in groups for weight in group["params"]] if groups else parameters
             with recorder:
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
                 # No treatment changes the optimizer's step: after one rehearsal of it, only its state matters.
-                state = None
-                if self._optimizer is not None:
-                    state, optimizers = self._blank(self._state_bytes), []
+                optimizers = made if self._optimizer is None else []
+                state = None if self._optimizer is None else self._blank(self._state_bytes)
                 self._optimize(recorder, optimizers)
                 with self._around_step():
                     loss = _loss_of(self._step(module, batch))
@@ -233,7 +275,7 @@ class Preflight:
                 del loss
                 unused = {name for name, weight in weights.items() if weight.grad is None} - self._unused
                 self._optimize(recorder, optimizers)
-                del state
+                del state, made, optimizers
             trace = recorder.finish()
         if unused:  # they have no gradient and no state of the optimizer
             self._unused |= unused
@@ -268,6 +310,18 @@ class Preflight:
             optimizer.step()
         recorder.optimizer_ends()
         self._state_bytes = max(self._state_bytes, recorder.current - before)
+
+
+@contextlib.contextmanager
+def _undoing(mode: FakeMode) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        mode.put_back()
+
+
+def _state_of(optimizer: Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _twin(optimizer: Optimizer, faker: _Faker) -> Optimizer:
@@ -315,6 +369,9 @@ def _treated(
 ) -> Iterator[None]:
     """Treat layers as in training, with attachments of their own: real ones must learn nothing from a rehearsal."""
     names = {id(layer): name for name, layer in layers.items()}
+    taken_over = [part for layer in layers.values() for part in layer.modules() if is_switched_on(part)]
+    for part in taken_over:
+        setattr(part, "gradient_checkpointing", False)
     forwards = []
     for layer in module.modules():
         name, present = names.get(id(layer)), attached(layer)
@@ -335,6 +392,8 @@ def _treated(
     try:
         yield
     finally:
+        for part in taken_over:
+            setattr(part, "gradient_checkpointing", True)
         for layer, forward in forwards:
             layer.__dict__.pop("forward", None)
             if forward is not None:

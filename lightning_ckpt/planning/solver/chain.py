@@ -93,6 +93,7 @@ class Chain(Generic[K]):
     Raises:
         ValueError: something has no meaning: a negative number, a layer without a treatment, bytes to move without a
             link, or more of them than host memory whatever is chosen.
+        OverflowError: bytes or nanoseconds come to 2**52 or more.
     """
 
     base: int
@@ -133,7 +134,7 @@ class Chain(Generic[K]):
                 )
             time_ns += self.link.inflight_ns + sum(self.link.copy_ns(max(c.moved for c in cs)) for cs in every)
         if max(self.base + nbytes + self.head + self.floor, time_ns) >= _LARGEST:
-            raise ValueError(f"the chain's bytes or nanoseconds add up to {_LARGEST} or more: look for a wrong unit.")
+            raise OverflowError(f"bytes or nanoseconds add up to {_LARGEST} or more: look for a wrong unit")
 
     def choices(self, plan: Sequence[K]) -> list[Choice]:
         """What the layers cost under a plan."""
