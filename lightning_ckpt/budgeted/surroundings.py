@@ -16,7 +16,7 @@ def surroundings(trainer: pl.Trainer) -> dict[str, Any]:
     around["trainer.datamodule"] = getattr(trainer, "datamodule", None)
     around["trainer"] = vars(trainer)
     for i, optimizer in enumerate(trainer.optimizers):
-        around[f"trainer.optimizers[{i}].param_groups"] = optimizer.param_groups
+        around[f"trainer.optimizers[{i}]"] = optimizer
     for i, config in enumerate(trainer.lr_scheduler_configs):
         around[f"trainer.lr_scheduler_configs[{i}].scheduler"] = vars(config.scheduler)
     return around
@@ -38,6 +38,10 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
 
 class _Nowhere:
     """In the place of what the Trainer collects."""
+
+    def metrics(self, on_step: bool) -> dict[str, dict[str, Any]]:
+        """There are none yet."""
+        return {"callback": {}, "log": {}, "pbar": {}}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Note nothing."""

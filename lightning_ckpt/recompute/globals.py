@@ -5,6 +5,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,15 +13,31 @@ from torch import nn
 from lightning_ckpt.recompute.contents import ClassAttributes, SlotAttributes
 
 # Libraries keep what they keep in globals for reasons of their own.
-_LIBRARIES = {"torch", "builtins", "transformers", "torchmetrics", "lightning", "pytorch_lightning", "numpy", "timm"}
+_LIBRARIES = {
+    "torch",
+    "builtins",
+    "lightning_ckpt",
+    "transformers",
+    "torchmetrics",
+    "lightning",
+    "pytorch_lightning",
+    "numpy",
+    "timm",
+}
 _LIBRARIES |= {*sys.stdlib_module_names, "_pytest"}
+_INSTALLED = {"site-packages", "dist-packages"}
 _NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass
 class _Named:
-    """What code refers to: names in modules, classes, and functions that carry state of their own."""
+    """What code refers to: names in modules, classes, and functions that carry state of their own.
 
+    Attributes:
+        across_files: whether functions, classes and objects of other files of the user's are followed.
+    """
+
+    across_files: bool = False
     names: dict[str, dict[str, None]] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
     functions: dict[types.FunctionType, None] = field(default_factory=dict)
@@ -64,19 +81,30 @@ class _Named:
                             self._add(value.__name__, attribute, vars(value)[attribute])
 
     def _add(self, home: str, name: str, value: Any) -> None:
-        # What functions and classes of other modules do to their own globals is not followed: no end to it.
+        # At every call there is no time for what functions and classes of other modules do to their own globals.
         if isinstance(value, types.FunctionType):
-            if value.__module__ == home:
+            if value.__module__ == home or self._follows(value):
                 self.add_function(value)
         elif isinstance(value, type):
-            if value.__module__ == home and not issubclass(value, nn.Module):
+            if self._follows(value) or (value.__module__ == home and not issubclass(value, nn.Module)):
                 self.add_class(value)
-        elif not isinstance(value, (*_NO_STATE, nn.Module)) and not name.startswith("__"):
-            self.names.setdefault(home, {})[name] = None
+        elif not isinstance(value, _NO_STATE) and not name.startswith("__"):
+            if self.across_files or not isinstance(value, nn.Module):
+                self.names.setdefault(home, {})[name] = None
+            if self._follows(type(value)):
+                self.add_class(type(value))
+
+    def _follows(self, code: Any) -> bool:
+        return self.across_files and not _is_installed(code.__module__)
 
 
 def _is_library(module: str | None) -> bool:
     return module is None or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
+
+
+def _is_installed(module: str | None) -> bool:
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return _is_library(module) or not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def _functions_of(member: Any) -> list[types.FunctionType]:
@@ -98,19 +126,19 @@ def _functions_of(member: Any) -> list[types.FunctionType]:
 
 
 @functools.cache
-def _named_by(cls: type) -> _Named:
-    named = _Named()
+def _named_by(cls: type, across_files: bool) -> _Named:
+    named = _Named(across_files)
     named.add_class(cls)
     return named
 
 
-def named_state(cls: type) -> Iterator[tuple[str, Any]]:
+def named_state(cls: type, across_files: bool = False) -> Iterator[tuple[str, Any]]:
     """Roots of state that methods of `cls` name, each with a name for it.
 
     Globals are given as attributes of their modules, since they may be assigned anew; so are attributes of classes;
     functions that close over something, have defaults or attributes are given as they are.
     """
-    named = _named_by(cls)
+    named = _named_by(cls, across_files)
     for home, names in named.names.items():
         if home in sys.modules:
             yield f"global {home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))

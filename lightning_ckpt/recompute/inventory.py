@@ -67,6 +67,7 @@ class Inventory:
         hook_tables: the tables of their forward hooks.
         has_compiled_parts: whether any of these is compiled.
         names_late_operator: whether they name an operator that fills a tensor after autograd saved it.
+        roots: what it was made from: modules, globals that they name, hooks.
         modules: the layer's modules and those found hidden in its attributes, by name within the layer.
         quiet: what the quiet roots hold. Never changed, but replaced, so that frames can share it.
         parameters: every parameter of the modules, once.
@@ -111,6 +112,7 @@ class Inventory:
         roots |= self._find_globals(roots)
         roots |= _attributes_of_parameters(self._layer)
         roots = with_hidden_modules(roots)
+        self.roots = roots
         self.modules = {name: part for name, part in roots.items() if isinstance(part, nn.Module)}
         alone = {name: self.reach({name: root}) for name, root in roots.items()}
         self._busy = {name: root for name, root in roots.items() if name in self._restless or not alone[name].quick}
@@ -137,9 +139,9 @@ class Inventory:
         self.learned = self._by_mode[tuple(module.training for module in self.modules.values())]
 
     @staticmethod
-    def reach(roots: dict[str, Any]) -> Reached:
+    def reach(roots: dict[str, Any], thorough: bool = False) -> Reached:
         """Everything that is reached from `roots`, modules or other objects by name."""
-        reached = Reached()
+        reached = Reached(thorough)
         for name, root in roots.items():
             if not isinstance(root, nn.Module):
                 reached.add(name, root)

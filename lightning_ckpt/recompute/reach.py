@@ -1,9 +1,12 @@
 """What a call of a layer can see and change: everything mutable that is reached from some roots, bounded."""
 
+import array
 import collections
+import contextlib
 import enum
 import functools
 import logging
+import queue
 import sys
 import threading
 import types
@@ -31,6 +34,8 @@ from lightning_ckpt.recompute.streams import Stream, stream_of
 
 DEPTH = 8  # nesting of containers and objects that is looked into
 ENTRIES = 10_000  # entries of one container, and of everything under one root
+_THOROUGH_DEPTH = 40
+_THOROUGH_ENTRIES = 100_000
 
 _ATOMS = frozenset(
     {
@@ -38,6 +43,14 @@ _ATOMS = frozenset(
         *(types.ModuleType, types.MappingProxyType),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(threading.Lock())),
     }
+)
+# Objects of libraries that training steps change.
+_STEPPED = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    weakref.WeakKeyDictionary,
+    weakref.WeakSet,
+    weakref.WeakValueDictionary,
 )
 _OPAQUE_PACKAGES = {
     "builtins",
@@ -82,6 +95,10 @@ class Detached(NamedTuple):
 class Reached:
     """Holders with a shallow copy of their contents, tensors with their places, and random streams.
 
+    Args:
+        thorough: whether to look further than there is time for at every call of a layer, and into objects of PyTorch
+            that hold what training steps change.
+
     Attributes:
         holders: everything that holds references and can change.
         roots: the root under which each of them was found.
@@ -96,7 +113,9 @@ class Reached:
         quick: whether the holders are dictionaries and lists without graphs, which one identity pass can check.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thorough: bool = False) -> None:
+        self._thorough = thorough
+        self._depth, self._limit = (_THOROUGH_DEPTH, _THOROUGH_ENTRIES) if thorough else (DEPTH, ENTRIES)
         self.holders: list[Holder] = []
         self.roots: list[str] = []
         self.contents: list[Content] = []
@@ -118,7 +137,7 @@ class Reached:
         """Everything a module holds, but for its parameters, its hooks and its submodules."""
         self._root, self._entries = name, 0
         self._seen[id(module)] = module
-        self._look_into_slots(module, "", DEPTH)
+        self._look_into_slots(module, "", self._depth)
         content = self._hold(ModuleAttributes(module.__dict__))
         if len(content) < len(module.__dict__):  # a strategy renews weights in there
             self.quick = False
@@ -126,13 +145,13 @@ class Reached:
         for table in hook_tables_of(module):
             if table:
                 self._hold(table)
-                self._look_into(list(table.values()), ".hooks", DEPTH)
+                self._look_into(list(table.values()), ".hooks", self._depth)
         self._hold(module._buffers)
         for key, buffer in module._buffers.items():
-            self._look(buffer, f".{key}", DEPTH)
+            self._look(buffer, f".{key}", self._depth)
         for key, value in list(module.__dict__.items()):
             if key not in _MODULE_TABLES and type(value) not in _ATOMS:
-                self._look(value, f".{key}", DEPTH)
+                self._look(value, f".{key}", self._depth)
 
     def extend(self, other: "Reached") -> None:
         """Take in what another walk has reached: holders and what they hold."""
@@ -152,7 +171,7 @@ class Reached:
     def add(self, name: str, value: Any) -> None:
         """Everything that is reached from `value`."""
         self._root, self._entries = name, 0
-        self._look(value, "", DEPTH)
+        self._look(value, "", self._depth)
 
     def _hold(self, holder: Holder, look: bool = True) -> Content:
         content = read_content(holder)
@@ -175,8 +194,14 @@ class Reached:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._add_tensor(value, path)
-        elif depth == 0 or self._entries > ENTRIES or (hasattr(value, "__len__") and _length(value) > ENTRIES):
+        elif self._thorough and (kind_that_is_lost := _kind_that_is_lost(value)):
+            self._give_up(f"{path} ({kind_that_is_lost})")
+        elif depth == 0 or self._entries > self._limit or (hasattr(value, "__len__") and _length(value) > self._limit):
+            if self._thorough and isinstance(value, (dict, list, set, collections.deque)):
+                self._hold(value)
             self._give_up(path)
+        elif self._thorough and isinstance(value, contextlib._GeneratorContextManager):
+            pass  # it is open, and stays so
         elif isinstance(value, nn.Module):
             self.modules.setdefault(id(value), (f"{self._root}{path}", value))
         elif stream := stream_of(value):
@@ -212,7 +237,7 @@ class Reached:
             self._give_up(f"{path} (an iterator)")
         elif isinstance(value, (SlotAttributes, ClassAttributes)):
             self._look_into_content(value.read(), self._hold(value), path, depth)
-        elif not is_opaque(value):
+        elif not is_opaque(value) or (self._thorough and isinstance(value, _STEPPED)):
             self._owned[id(value)] = value
             self._look_into_slots(value, path, depth)
             if hasattr(value, "__dict__"):
@@ -273,6 +298,19 @@ class Reached:
         self._look_into_fixed(defaults, f"{path} defaults", depth)
         if function.__dict__:
             self._look_into_attributes(function, path, depth)
+
+
+def _kind_that_is_lost(value: Any) -> str | None:
+    """What an object is that gives away what nobody can put back; None for all others."""
+    if isinstance(value, Iterator):
+        return "an iterator"
+    if isinstance(value, (queue.Queue, queue.SimpleQueue)):
+        return "a queue"
+    if isinstance(value, (array.array, bytearray)):
+        return "an array"
+    home = type(value).__module__.lstrip("_")
+    is_shared = home.partition(".")[0] in ("multiprocessing", "ctypes") and "synchronize" not in home
+    return "an object of multiprocessing or ctypes" if is_shared else None
 
 
 def hook_tables_of(module: nn.Module) -> list[dict[int, Any]]:

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 
 from lightning_ckpt.recompute.contents import read_content, same_content, write_content
+from lightning_ckpt.recompute.globals import named_state
 from lightning_ckpt.recompute.host_random import HostStreams
-from lightning_ckpt.recompute.inventory import Inventory
+from lightning_ckpt.recompute.inventory import Inventory, with_hidden_modules
 from lightning_ckpt.recompute.streams import Stream, stream_of
 
-_ITERATOR = " (an iterator)"
+_LOST = re.compile(r" \((an? [^()]+)\)$")
+_GLOBAL_BACKWARD_HOOKS: list[dict[int, Any]] = [
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+]
 
 
 class UntouchableError(RuntimeError):
@@ -32,20 +37,28 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
         around: other objects, by name, of which the same is true. Default: none.
 
     Raises:
-        UntouchableError: there is an iterator in one of them.
+        UntouchableError: there is an iterator or a queue in one of them.
     """
     inventory = Inventory(module)
-    everything = [inventory.quiet, inventory.look_at_busy_roots(), Inventory.reach(dict(around or {}))]
-    given_up = [*inventory.given_up, *(place for each in everything for place in each.given_up)]
-    for place in given_up:
-        if place.endswith(_ITERATOR) and not place.endswith(f".gen{_ITERATOR}"):  # that of an open context manager
-            raise UntouchableError(f"it may advance `{_name_of(place)}`, an iterator")
-    holders = [holder for each in everything for holder in each.holders]
+    roots = {**inventory.roots, **(around or {})}
+    for cls in {type(root): None for root in roots.values()}:
+        for name, value in named_state(cls, across_files=True):
+            roots[name if roots.get(name, value) is value else f"{name} of {cls.__qualname__}"] = value
+    roots = with_hidden_modules(roots)
+    modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+    tables = [table for part in modules for table in vars(part).values() if isinstance(table, (dict, set))]
+    roots["hooks"] = [_hooks_in(part) for part in modules] + [list(table.values()) for table in _GLOBAL_BACKWARD_HOOKS]
+    reached = Inventory.reach(roots, thorough=True)
+    for place in reached.given_up:
+        lost = _LOST.search(place)
+        if lost:
+            verb = "advance" if lost[1] == "an iterator" else "change"
+            raise UntouchableError(f"it may {verb} `{_name_of(place[: lost.start()])}`, {lost[1]}")
+    holders = [*reached.holders, *tables]
     contents = [read_content(holder) for holder in holders]
     host = HostStreams()
-    owned = [stream for each in everything for stream in each.streams]
-    streams = [(stream, stream.read()) for stream in (*owned, *_default_streams())]
-    weights = [(weight, weight.data, weight.grad) for weight in module.parameters()]
+    streams = [(stream, stream.read()) for stream in (*reached.streams, *_default_streams())]
+    weights = [(weight, weight.data, weight.grad) for part in modules for weight in part.parameters(recurse=False)]
     try:
         yield
     finally:
@@ -64,7 +77,12 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
 
 def _name_of(place: str) -> str:
     """A place as users write it: those of a `LightningModule` are entries of its attributes."""
-    return re.sub(r"^\.?\['(\w+)'\]", r"\1", place.removesuffix(_ITERATOR)).lstrip(".")
+    return re.sub(r"^\.?\['(\w+)'\]", r"\1", place).lstrip(".")
+
+
+def _hooks_in(module: nn.Module) -> list[Any]:
+    tables = [table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)]
+    return [hook for table in tables for hook in table.values()]
 
 
 def _default_streams() -> list[Stream]:
