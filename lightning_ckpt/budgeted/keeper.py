@@ -98,6 +98,7 @@ class BudgetKeeper:
         self._knowledge = Knowledge(trainer, module, self._layers, budget, operators, options)
         self._sizes: BatchSizes  # from the first batch on
         self._changes: StepChanges
+        self._told_peak: int | None = None
         self._ran_backward = False
         self._has_skipped = False  # whether the step before had none
         self._skipped = 0  # steps that were not measured for that
@@ -166,6 +167,10 @@ class BudgetKeeper:
             self._times = None
         self._has_stepped = self._has_stepped or stepped
 
+    def peak_was(self, nbytes: int | None) -> None:
+        """Somebody has measured what the optimizer step has taken that has just ended."""
+        self._told_peak = nbytes
+
     def drop(self) -> None:
         """Forget a micro-batch that has begun and does not end: `on_train_batch_start` has returned -1."""
         if self._watch is not None:
@@ -216,6 +221,7 @@ class BudgetKeeper:
         if watch is not None:
             watch.close()
         ran_backward, self._ran_backward = self._ran_backward, False
+        peak, self._told_peak = self._told_peak, None
         if stage in (Stage.MEMORY, Stage.PROBE, Stage.TIMES) and self._is_skipped(ran_backward):
             return
         self._steps += 1
@@ -241,8 +247,8 @@ class BudgetKeeper:
         elif stage is Stage.CHECK:
             assert watch is not None
             self._check(watch)
-        elif watch is not None:
-            self._check_growth(watch)
+        elif stage is Stage.SETTLED:
+            self._check_growth(peak if watch is None else watch.peak)
 
     def _begin_again(self) -> None:
         """What was measured is not true any more."""
@@ -394,21 +400,21 @@ class BudgetKeeper:
     def _checks_growth(self, tensors: Sequence[Tensor]) -> bool:
         return self.stage is Stage.SETTLED and self._sizes.are_checked_by(tensors, self._all_steps)
 
-    def _check_growth(self, watch: StepWatch) -> None:
-        """What a step has really taken that is larger than those before, or another one."""
-        assert self.plan is not None
+    def _check_growth(self, peak: int | None) -> None:
+        """What a step has really taken, which may have been larger than those before, or another one."""
         knowledge = self._knowledge
-        if watch.peak is None or watch.peak <= knowledge.limit or self._is_least:
+        if self.plan is None or peak is None or peak <= knowledge.limit or self._is_least:
             return
         above = (
-            f"{self._who}: after a change of the step the peak is {size(watch.peak)}, above the budget of "
+            f"{self._who}: after a change of the step the peak is {size(peak)}, above the budget of "
             f"{size(knowledge.limit)}"
         )
         if knowledge.profile is None:
+            self._is_least = True
             rank_zero_warn(f"{above}. The plan was made for another step: make a new one, or give `memory_budget`.")
             return
         rank_zero_info(f"{above}, so the plan is made again.")
-        knowledge.correct(self.plan.peak_bytes, watch.peak)
+        knowledge.correct(self.plan.peak_bytes, peak)
         self._change(self._later_plan(), announce=True)
 
     def _change(self, plan: Plan, announce: bool) -> None:

@@ -47,6 +47,14 @@ class StepRecord:
     process_bytes: int | None = None
     end: Any = None
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes in use at once, None where that is not known of every micro-batch."""
+        known = [memory for memory in self.memory if memory is not None]
+        if not known or len(known) < len(self.memory):
+            return None
+        return max((peak for memory in known for peak in memory.peaks.values()), default=0)
+
 
 class StepMeter:
     """Measures optimizer steps on one device; between `step_ends` and the next `begin` it costs nothing.

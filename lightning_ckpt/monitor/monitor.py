@@ -29,6 +29,7 @@ from lightning_ckpt.monitor.trainer import (
     planned_bytes_of,
     stage_of_plan,
     step_of,
+    tell_peak,
     treatments_of,
 )
 from lightning_ckpt.offload import OffloadEngine
@@ -281,6 +282,7 @@ class StepMonitor(pl.Callback):
             record = self._meter.step_ends()
             if record is not None:
                 record.planned_bytes = planned_bytes_of(trainer)
+                tell_peak(trainer, record.peak_bytes)
                 if record.planned_bytes != self._planned_bytes:
                     self._planned_bytes = record.planned_bytes
                     self._treatments = treatments_of(trainer)

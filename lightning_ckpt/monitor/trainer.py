@@ -51,6 +51,12 @@ def planned_bytes_of(trainer: pl.Trainer) -> int | None:
     return next((plan.peak_bytes for plan in plans if plan is not None), None)
 
 
+def tell_peak(trainer: pl.Trainer, nbytes: int | None) -> None:
+    """Tell whoever keeps a budget what an optimizer step has taken, as far as that is known."""
+    for keeper in _budget_keepers(trainer):
+        keeper.peak_was(nbytes)
+
+
 def stage_of_plan(trainer: pl.Trainer) -> Hashable:
     """Equal for steps that run under the same memory plan, and at the same stage of it."""
     return planned_bytes_of(trainer), *(keeper.stage for keeper in _budget_keepers(trainer))

@@ -452,3 +452,27 @@ class Unfrozen(Module):
         loss = super().training_step(batch, batch_idx)
         self.last = loss.item() if self.reads else 0.0
         return loss
+
+
+class AddsLoss(Module):
+    """Runs twice in a step, with as large a batch, once everything has settled."""
+
+    changes_at = 12
+
+    def __init__(self) -> None:
+        super().__init__(stack(6))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.model(batch.flip(0)).square().mean() if self.global_step >= self.changes_at else loss
+
+
+def test_a_step_that_takes_more_for_no_larger_batch(tmp_path):
+    kib = 1800
+    change = AddsLoss.changes_at
+    trained = train(AddsLoss, rows(*[128] * (change + 6)), kib, tmp_path)
+    said = [line for line in trained.result.own_words if "after a change of the step the peak is" in line]
+    assert len(said) == 1, trained.result.own_words
+    assert max(peak for step, peak in trained.peaks.items() if step < change) <= kib
+    assert max(trained.peaks.get(step, 0) for step in (change, change + 1)) > kib  # not every step is looked at
+    assert max(peak for step, peak in trained.peaks.items() if step > change + 2) <= kib, trained.peaks
