@@ -115,8 +115,9 @@ class ModuleAttributes:
 
     def write(self, content: dict[Any, Any]) -> None:
         weights = {key: value for key, value in self.target.items() if is_parameter_view(value)}
+        made = self.target["_parameters"]  # since, in the place of an attribute, which would hide the weight
         self.target.clear()
-        self.target.update(content | weights)
+        self.target.update({key: value for key, value in content.items() if key not in made} | weights)
 
 
 #: What `read_content` takes: containers of the language, `vars(object)`, and the classes above.

@@ -54,7 +54,7 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
         if lost:
             verb = "advance" if lost[1] == "an iterator" else "change"
             raise UntouchableError(f"it may {verb} `{_name_of(place[: lost.start()])}`, {lost[1]}")
-    holders = [*reached.holders, *tables]
+    holders = [*tables, *reached.holders]  # attributes know by these which names belong to weights
     contents = [read_content(holder) for holder in holders]
     host = HostStreams()
     streams = [(stream, stream.read()) for stream in (*reached.streams, *_default_streams())]

@@ -196,6 +196,27 @@ def test_a_weight_that_forward_decays_after_a_warm_up():
 # ---------------------------------------------------------------- codebooks and observers
 
 
+class Scaled(Layer):
+    """Makes its scale when it first runs, in the place of an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.ones(x.shape[-1]))
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def test_a_weight_that_the_first_forward_makes():
+    class Counted(Training):
+        def on_after_backward(self):
+            assert all(layer.scale.grad is not None for layer in self.model.layers)
+
+    assert_exact(lambda: Counted(Stack(Scaled)))
+
+
 class Codebook(Layer):
     """Vector quantisation with moving averages, `through` assignment, in-place operators or `.data`."""
 
