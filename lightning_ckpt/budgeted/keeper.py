@@ -200,8 +200,14 @@ class BudgetKeeper:
             self._knowledge.rehearse(batch, tensors)
         except PreflightError as error:
             failure = str(error)
-        failure = self._ranks.failure(failure)
-        if failure is not None:
+        failure, plan = self._ranks.failure(failure), None
+        if failure is None:
+            self._knowledge.measure_link()
+            try:
+                plan = self._first_plan()
+            except PreflightError as error:
+                failure = str(error)
+        if plan is None:
             self._knowledge.forget()
             self._start_moving()
             self._treat(dict.fromkeys(self._layers, self._cheapest))
@@ -210,9 +216,8 @@ class BudgetKeeper:
                 "measured, with every layer recomputed."
             )
             return
-        self._knowledge.measure_link()
         self._start_moving()
-        self._apply(self._elect(self._first_plan()))
+        self._apply(self._elect(plan))
 
     def _advance(self) -> None:
         """An optimizer step is over: what it has shown, and what the next one is for."""
@@ -391,7 +396,7 @@ class BudgetKeeper:
         try:
             plan = knowledge.planner.plan(knowledge.limit - room)  # so that the next longer batch needs no other one
             self._sizes.grow(int(nbytes * (1 + _GROWTH)))
-        except BudgetError:
+        except (BudgetError, PreflightError):
             plan = self._later_plan()
         self._change(replace(plan, budget_bytes=knowledge.limit), announce=not self._has_grown)
         self._has_grown = True
@@ -432,11 +437,17 @@ class BudgetKeeper:
         return Treatment.RECOMPUTE if self._engine is None else Treatment.RECOMPUTE_OFFLOAD
 
     def _first_plan(self) -> Plan:
-        planner, plan, failure = self._knowledge.planner, None, None
+        plan = failure = unknown = None
         try:
+            planner = self._knowledge.planner
             plan = planner.plan(self._knowledge.limit)
+        except PreflightError as error:
+            unknown = str(error)
         except BudgetError as error:
             failure = str(error)
+        unknown = self._ranks.failure(unknown)
+        if unknown is not None:
+            raise PreflightError(unknown)
         failure = self._ranks.failure(failure)
         if plan is None or failure is not None:
             assert isinstance(self._budget, Budget)
@@ -448,6 +459,9 @@ class BudgetKeeper:
         planner = self._knowledge.planner
         try:
             return planner.plan(self._knowledge.limit)
+        except PreflightError:
+            self._knowledge.rehearse_no_more()
+            return self._later_plan()
         except BudgetError as error:
             if not self._is_least:
                 self._is_least = True

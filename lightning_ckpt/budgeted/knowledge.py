@@ -98,6 +98,10 @@ class Knowledge:
         self._preflight = preflight
         self.others = self._unknown_bytes(tensors)
 
+    def rehearse_no_more(self) -> None:
+        """The step cannot be rehearsed any more: peaks are put together from parts from now on."""
+        self._is_blind = True
+
     def forget(self) -> None:
         """Nothing is known: not all ranks can rehearse their step, or it is not the same any more."""
         self._preflight = self.profile = self.times = None

@@ -1,6 +1,7 @@
 """One way to read, compare and write back the content of anything that can change."""
 
 import collections
+import gc
 import threading
 import types
 from collections.abc import Iterable
@@ -118,6 +119,27 @@ class ModuleAttributes:
         made = self.target["_parameters"]  # since, in the place of an attribute, which would hide the weight
         self.target.clear()
         self.target.update({key: value for key, value in content.items() if key not in made} | weights)
+
+
+class CacheContent:
+    """How much a function has cached. What it has cached since cannot be told apart, so all of it is made anew."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def read(self) -> dict[Any, Any]:
+        return {"size": self._function.cache_info().currsize}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        self._function.cache_clear()
+
+
+def cached_by(function: Any) -> list[Any]:
+    """What a function has cached."""
+    tables = [each for each in gc.get_referents(function) if type(each) is dict]
+    values = [value for table in tables if table is not vars(function) for value in table.values()]
+    links = [value for value in values if type(value).__name__ == "_lru_list_elem"]  # of caches with a size
+    return (links and [each for link in links for each in gc.get_referents(link)]) or values
 
 
 #: What `read_content` takes: containers of the language, `vars(object)`, and the classes above.

@@ -126,19 +126,22 @@ def _functions_of(member: Any) -> list[types.FunctionType]:
 
 
 @functools.cache
-def _named_by(cls: type, across_files: bool) -> _Named:
+def _named_by(code: type | types.FunctionType, across_files: bool) -> _Named:
     named = _Named(across_files)
-    named.add_class(cls)
+    if isinstance(code, type):
+        named.add_class(code)
+    else:
+        named.add_function(code)
     return named
 
 
-def named_state(cls: type, across_files: bool = False) -> Iterator[tuple[str, Any]]:
-    """Roots of state that methods of `cls` name, each with a name for it.
+def named_state(code: type | types.FunctionType, across_files: bool = False) -> Iterator[tuple[str, Any]]:
+    """Roots of state that a function, or methods of a class, name, each with a name for it.
 
     Globals are given as attributes of their modules, since they may be assigned anew; so are attributes of classes;
     functions that close over something, have defaults or attributes are given as they are.
     """
-    named = _named_by(cls, across_files)
+    named = _named_by(code, across_files)
     for home, names in named.names.items():
         if home in sys.modules:
             yield f"global {home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))

@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from lightning_ckpt.recompute.contents import (
     ArrayContent,
+    CacheContent,
     CellContent,
     ClassAttributes,
     Content,
@@ -27,6 +28,7 @@ from lightning_ckpt.recompute.contents import (
     ModuleAttributes,
     SlotAttributes,
     ThreadLocalContent,
+    cached_by,
     is_parameter_view,
     read_content,
 )
@@ -110,6 +112,7 @@ class Reached:
         streams: random generators.
         modules: modules that were found outside of module tables, for example hidden in a list.
         given_up: places that were too large to look into.
+        code: functions, and classes of objects, that were found, if the walk is thorough.
         quick: whether the holders are dictionaries and lists without graphs, which one identity pass can check.
     """
 
@@ -126,6 +129,7 @@ class Reached:
         self.streams: list[Stream] = []
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.given_up: list[str] = []
+        self.code: dict[Any, None] = {}
         self.quick = True
         self._seen: dict[int, Any] = {}  # while walking; also keeps ids from being given to other objects meanwhile
         self._owned: dict[int, Any] = {}
@@ -137,6 +141,7 @@ class Reached:
         """Everything a module holds, but for its parameters, its hooks and its submodules."""
         self._root, self._entries = name, 0
         self._seen[id(module)] = module
+        self._note_code(type(module))
         self._look_into_slots(module, "", self._depth)
         content = self._hold(ModuleAttributes(module.__dict__))
         if len(content) < len(module.__dict__):  # a strategy renews weights in there
@@ -221,7 +226,12 @@ class Reached:
             if value.flags.writeable and not value.dtype.hasobject:
                 self._hold(ArrayContent(value))
         elif kind is types.FunctionType:
+            self._note_code(value)
             self._look_into_function(value, path, depth)
+        elif self._thorough and isinstance(value, functools._lru_cache_wrapper):
+            self._hold(CacheContent(value))
+            self._look(value.__wrapped__, path, depth - 1)
+            self._look_into(cached_by(value), path, depth)
         elif isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
             self._look(value.__self__, path, depth - 1)
             if isinstance(value, types.MethodType):
@@ -239,9 +249,14 @@ class Reached:
             self._look_into_content(value.read(), self._hold(value), path, depth)
         elif not is_opaque(value) or (self._thorough and isinstance(value, _STEPPED)):
             self._owned[id(value)] = value
+            self._note_code(kind)
             self._look_into_slots(value, path, depth)
             if hasattr(value, "__dict__"):
                 self._look_into_attributes(value, path, depth)
+
+    def _note_code(self, code: Any) -> None:
+        if self._thorough:
+            self.code[code] = None
 
     def _add_tensor(self, tensor: Tensor, path: str) -> None:
         if isinstance(tensor, nn.Parameter) or is_parameter_view(tensor):

@@ -15,6 +15,7 @@ from lightning_ckpt.recompute.inventory import Inventory, with_hidden_modules
 from lightning_ckpt.recompute.streams import Stream, stream_of
 
 _LOST = re.compile(r" \((an? [^()]+)\)$")
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_BACKWARD_HOOKS: list[dict[int, Any]] = [
     nn.modules.module._global_backward_hooks,
     nn.modules.module._global_backward_pre_hooks,
@@ -39,16 +40,22 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
     Raises:
         UntouchableError: there is an iterator or a queue in one of them.
     """
-    inventory = Inventory(module)
-    roots = {**inventory.roots, **(around or {})}
-    for cls in {type(root): None for root in roots.values()}:
-        for name, value in named_state(cls, across_files=True):
-            roots[name if roots.get(name, value) is value else f"{name} of {cls.__qualname__}"] = value
-    roots = with_hidden_modules(roots)
+    roots = with_hidden_modules({**Inventory(module).roots, **(around or {})})
+    hooks = [hook for root in roots.values() if isinstance(root, nn.Module) for hook in _hooks_in(root)]
+    roots["hooks"] = hooks + [list(table.values()) for table in _GLOBAL_BACKWARD_HOOKS]
+    known: set[Any] = set()
+    while True:
+        reached = Inventory.reach(roots, thorough=True)
+        new = [code for code in (*map(type, roots.values()), *reached.code) if code not in known]
+        if not new:
+            break
+        known.update(new)
+        for code in new:  # what it names may hold other code
+            for name, value in named_state(code, across_files=True):
+                roots[name if roots.get(name, value) is value else f"{name} of {code.__qualname__}"] = value
+        roots = with_hidden_modules(roots)
     modules = [root for root in roots.values() if isinstance(root, nn.Module)]
     tables = [table for part in modules for table in vars(part).values() if isinstance(table, (dict, set))]
-    roots["hooks"] = [_hooks_in(part) for part in modules] + [list(table.values()) for table in _GLOBAL_BACKWARD_HOOKS]
-    reached = Inventory.reach(roots, thorough=True)
     for place in reached.given_up:
         lost = _LOST.search(place)
         if lost:
@@ -58,7 +65,7 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
     contents = [read_content(holder) for holder in holders]
     host = HostStreams()
     streams = [(stream, stream.read()) for stream in (*reached.streams, *_default_streams())]
-    weights = [(weight, weight.data, weight.grad) for part in modules for weight in part.parameters(recurse=False)]
+    weights = [_Weight(weight) for part in modules for weight in part.parameters(recurse=False)]
     try:
         yield
     finally:
@@ -68,11 +75,32 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
         host.restore()
         for stream, state in streams:
             stream.write(state)
-        for weight, data, gradient in weights:
-            if weight.device != data.device or weight.data_ptr() != data.data_ptr():
-                weight.data = data
-            if weight.grad is not gradient:
-                weight.grad = gradient
+        for weight in weights:
+            weight.put_back()
+
+
+class _Weight:
+    """A weight's memory, gradient and hooks."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight = weight
+        self._data = weight.data
+        self._gradient = weight.grad
+        self._hooks = {name: getattr(weight, name) for name in _HOOKS_OF_TENSORS}
+        self._contents = {name: None if hooks is None else read_content(hooks) for name, hooks in self._hooks.items()}
+
+    def put_back(self) -> None:
+        weight, data = self._weight, self._data
+        if weight.device != data.device or weight.data_ptr() != data.data_ptr():
+            weight.data = data
+        if weight.grad is not self._gradient:
+            weight.grad = self._gradient
+        for name, hooks in self._hooks.items():
+            if getattr(weight, name) is not hooks:
+                setattr(weight, name, hooks)
+            content = self._contents[name]
+            if content is not None and not same_content(content, read_content(hooks)):
+                write_content(hooks, content)
 
 
 def _name_of(place: str) -> str:
