@@ -126,12 +126,15 @@ def _functions_of(member: Any) -> list[types.FunctionType]:
 
 
 @functools.cache
-def _named_by(code: type | types.FunctionType, across_files: bool) -> _Named:
+def _named_by_class(cls: type, across_files: bool) -> _Named:
     named = _Named(across_files)
-    if isinstance(code, type):
-        named.add_class(code)
-    else:
-        named.add_function(code)
+    named.add_class(cls)
+    return named
+
+
+def _named_by_function(function: types.FunctionType, across_files: bool) -> _Named:
+    named = _Named(across_files)  # not cached, since a function may close over anything
+    named.add_function(function)
     return named
 
 
@@ -141,7 +144,10 @@ def named_state(code: type | types.FunctionType, across_files: bool = False) -> 
     Globals are given as attributes of their modules, since they may be assigned anew; so are attributes of classes;
     functions that close over something, have defaults or attributes are given as they are.
     """
-    named = _named_by(code, across_files)
+    if isinstance(code, type):
+        named = _named_by_class(code, across_files)
+    else:
+        named = _named_by_function(code, across_files)
     for home, names in named.names.items():
         if home in sys.modules:
             yield f"global {home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))

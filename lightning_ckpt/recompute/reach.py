@@ -230,7 +230,7 @@ class Reached:
             self._look_into_function(value, path, depth)
         elif self._thorough and isinstance(value, functools._lru_cache_wrapper):
             self._hold(CacheContent(value))
-            self._look(value.__wrapped__, path, depth - 1)
+            self._look(getattr(value, "__wrapped__", None), path, depth - 1)
             self._look_into(cached_by(value), path, depth)
         elif isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
             self._look(value.__self__, path, depth - 1)
