@@ -144,10 +144,7 @@ def named_state(code: type | types.FunctionType, across_files: bool = False) -> 
     Globals are given as attributes of their modules, since they may be assigned anew; so are attributes of classes;
     functions that close over something, have defaults or attributes are given as they are.
     """
-    if isinstance(code, type):
-        named = _named_by_class(code, across_files)
-    else:
-        named = _named_by_function(code, across_files)
+    named = _named_by_class(code, across_files) if isinstance(code, type) else _named_by_function(code, across_files)
     for home, names in named.names.items():
         if home in sys.modules:
             yield f"global {home}.({', '.join(names)})", SlotAttributes(sys.modules[home], list(names))
