@@ -99,6 +99,7 @@ class BudgetKeeper:
         self._sizes: BatchSizes  # from the first batch on
         self._changes: StepChanges
         self._told_peak: int | None = None
+        self._outgrown = 0  # the peak for which there was another plan: as far as all ranks can, it is planned for
         self._ran_backward = False
         self._has_skipped = False  # whether the step before had none
         self._skipped = 0  # steps that were not measured for that
@@ -252,8 +253,10 @@ class BudgetKeeper:
         elif stage is Stage.CHECK:
             assert watch is not None
             self._check(watch)
-        elif stage is Stage.SETTLED:
-            self._check_growth(peak if watch is None else watch.peak)
+        elif watch is not None:
+            self._check_growth(watch.peak)
+        elif stage is Stage.SETTLED and peak is not None and peak > self._outgrown:
+            self._check_growth(peak)
 
     def _begin_again(self) -> None:
         """What was measured is not true any more."""
@@ -410,6 +413,7 @@ class BudgetKeeper:
         knowledge = self._knowledge
         if self.plan is None or peak is None or peak <= knowledge.limit or self._is_least:
             return
+        self._outgrown = peak
         above = (
             f"{self._who}: after a change of the step the peak is {size(peak)}, above the budget of "
             f"{size(knowledge.limit)}"
