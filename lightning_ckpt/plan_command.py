@@ -150,10 +150,10 @@ class PlanRun:
         batch = self._prepare()
         if self._rows == "max":
             batch = self._largest(batch)
-        elif isinstance(self._rows, int):
-            batch = with_rows(batch, self._rows)
-        preflight = self._preflight(batch)
         try:
+            if isinstance(self._rows, int):
+                batch = with_rows(batch, self._rows)
+            preflight = self._preflight(batch)
             planner = self._planner(preflight)
         except (PreflightError, OverflowError) as error:
             if self._rows is None:
@@ -363,6 +363,6 @@ def with_rows(batch: Any, rows: int) -> Any:
         try:
             return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
         except (TypeError, RuntimeError, OverflowError):
-            raise BudgetError(f"a batch of {rows} rows is larger than tensors can be.") from None
+            raise OverflowError(f"a batch of {rows} rows is larger than tensors can be") from None
 
     return map_tensors(batch, resized)

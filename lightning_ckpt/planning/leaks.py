@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_ckpt.recompute.contents import cached_by
+
 _DEPTH = 4  # containers in the cache of a function that are looked into
 _STEPS = 32  # from a tensor to whatever can use it
 _USERS = (types.ModuleType, types.FunctionType, types.MethodType, types.FrameType, type, nn.Module)
@@ -31,7 +33,7 @@ def refuse_leaks(storages: Sequence[StorageReference]) -> None:
     if not _fakes(storages):
         return
     for each in _objects(functools._lru_cache_wrapper):
-        if _keeps_fake(each, _DEPTH):
+        if any(_keeps_fake(value, _DEPTH) for value in cached_by(each)):
             each.cache_clear()
     left = _fakes(storages)
     if left and _can_be_used(left):
@@ -60,12 +62,11 @@ def _objects(kind: type) -> list[Any]:
 
 
 def _keeps_fake(value: object, depth: int) -> bool:
-    """Whether a cache, or a container in it, holds a tensor of a rehearsal."""
+    """Whether a value, or a container in it, holds a tensor of a rehearsal."""
     if isinstance(value, FakeTensor):
         return True
-    is_container = isinstance(value, (functools._lru_cache_wrapper, dict, list, tuple, set))
-    is_link = type(value).__name__ == "_lru_list_elem"  # of caches with a size
-    return depth > 0 and (is_container or is_link) and any(_keeps_fake(e, depth - 1) for e in gc.get_referents(value))
+    is_container = isinstance(value, (dict, list, tuple, set))
+    return depth > 0 and is_container and any(_keeps_fake(each, depth - 1) for each in gc.get_referents(value))
 
 
 def _can_be_used(fakes: list[Any]) -> bool:

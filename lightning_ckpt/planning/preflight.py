@@ -53,15 +53,11 @@ class PreflightError(RuntimeError):
 
 
 class FakeMode(FakeTensorMode):
-    """Leaves real tensors as they are: what is written to them, and the gradients that they get, is undone.
-
-    Attributes:
-        gradients: of real tensors that were computed with, before the rehearsal, by `id`.
-    """
+    """Leaves real tensors as they are: they are not written to, and the gradients that they get are taken back."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}  # before, of real tensors that were met
 
     def __deepcopy__(self, memo: Any) -> "FakeMode":
         return self  # copies of its weak references would be freed twice
@@ -71,7 +67,7 @@ class FakeMode(FakeTensorMode):
         real = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and not is_fake(value)]
         for tensor in real:
             if tensor.requires_grad and tensor.is_leaf:
-                self.gradients.setdefault(id(tensor), (tensor, tensor.grad))
+                self._gradients.setdefault(id(tensor), (tensor, tensor.grad))
         writes = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
         if real and writes:  # which the mode would really do where all arguments are real
             args, kwargs = tree_map(self._without_numbers, (args, kwargs))
@@ -80,12 +76,16 @@ class FakeMode(FakeTensorMode):
     def _without_numbers(self, value: Any) -> Any:
         return self.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
 
-    def put_back(self) -> None:
-        """Give real tensors the gradients that they had."""
-        for tensor, gradient in self.gradients.values():
-            if tensor.grad is not gradient:
-                tensor.grad = gradient
-        self.gradients.clear()
+    @contextlib.contextmanager
+    def without_gradients_left(self) -> Iterator[None]:
+        """Afterwards, real tensors have the gradients that they had."""
+        try:
+            yield
+        finally:
+            for tensor, gradient in self._gradients.values():
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
+            self._gradients.clear()
 
 
 class _Faker:
@@ -249,7 +249,7 @@ class Preflight:
         with (
             self._noting(recorder),
             contextlib.closing(recorder),
-            _undoing(faker.mode),
+            faker.mode.without_gradients_left(),
             reparametrized,
             treated,
             faker.mode,
@@ -310,14 +310,6 @@ class Preflight:
             optimizer.step()
         recorder.optimizer_ends()
         self._state_bytes = max(self._state_bytes, recorder.current - before)
-
-
-@contextlib.contextmanager
-def _undoing(mode: FakeMode) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        mode.put_back()
 
 
 def _state_of(optimizer: Optimizer) -> list[Tensor]:

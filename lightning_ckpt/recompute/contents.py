@@ -135,11 +135,13 @@ class CacheContent:
 
 
 def cached_by(function: Any) -> list[Any]:
-    """What a function has cached."""
-    tables = [each for each in gc.get_referents(function) if type(each) is dict]
-    values = [value for table in tables if table is not vars(function) for value in table.values()]
-    links = [value for value in values if type(value).__name__ == "_lru_list_elem"]  # of caches with a size
-    return (links and [each for link in links for each in gc.get_referents(link)]) or values
+    """What a function has cached, and for which arguments."""
+    tables = [each for each in gc.get_referents(function) if type(each) is dict and each is not vars(function)]
+    cached = []
+    for entry in gc.get_referents(*tables):
+        is_link = type(entry).__name__ == "_lru_list_elem"  # of caches with a size
+        cached += gc.get_referents(entry) if is_link else [entry]
+    return cached
 
 
 #: What `read_content` takes: containers of the language, `vars(object)`, and the classes above.

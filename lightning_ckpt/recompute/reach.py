@@ -112,6 +112,7 @@ class Reached:
         streams: random generators.
         modules: modules that were found outside of module tables, for example hidden in a list.
         given_up: places that were too large to look into.
+        lost: what gives away something that nobody can put back, by place, if the walk is thorough.
         code: functions, and classes of objects, that were found, if the walk is thorough.
         quick: whether the holders are dictionaries and lists without graphs, which one identity pass can check.
     """
@@ -129,6 +130,7 @@ class Reached:
         self.streams: list[Stream] = []
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.given_up: list[str] = []
+        self.lost: dict[str, str] = {}
         self.code: dict[Any, None] = {}
         self.quick = True
         self._seen: dict[int, Any] = {}  # while walking; also keeps ids from being given to other objects meanwhile
@@ -199,8 +201,8 @@ class Reached:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._add_tensor(value, path)
-        elif self._thorough and (kind_that_is_lost := _kind_that_is_lost(value)):
-            self._give_up(f"{path} ({kind_that_is_lost})")
+        elif self._thorough and (lost := _lost(value)):
+            self.lost[f"{self._root}{path}"] = lost
         elif depth == 0 or self._entries > self._limit or (hasattr(value, "__len__") and _length(value) > self._limit):
             if self._thorough and isinstance(value, (dict, list, set, collections.deque)):
                 self._hold(value)
@@ -315,7 +317,7 @@ class Reached:
             self._look_into_attributes(function, path, depth)
 
 
-def _kind_that_is_lost(value: Any) -> str | None:
+def _lost(value: Any) -> str | None:
     """What an object is that gives away what nobody can put back; None for all others."""
     if isinstance(value, Iterator):
         return "an iterator"

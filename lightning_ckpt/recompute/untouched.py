@@ -14,7 +14,6 @@ from lightning_ckpt.recompute.host_random import HostStreams
 from lightning_ckpt.recompute.inventory import Inventory, with_hidden_modules
 from lightning_ckpt.recompute.streams import Stream, stream_of
 
-_LOST = re.compile(r" \((an? [^()]+)\)$")
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_BACKWARD_HOOKS: list[dict[int, Any]] = [
     nn.modules.module._global_backward_hooks,
@@ -56,11 +55,9 @@ def untouched(module: nn.Module, around: Mapping[str, Any] | None = None) -> Ite
         roots = with_hidden_modules(roots)
     modules = [root for root in roots.values() if isinstance(root, nn.Module)]
     tables = [table for part in modules for table in vars(part).values() if isinstance(table, (dict, set))]
-    for place in reached.given_up:
-        lost = _LOST.search(place)
-        if lost:
-            verb = "advance" if lost[1] == "an iterator" else "change"
-            raise UntouchableError(f"it may {verb} `{_name_of(place[: lost.start()])}`, {lost[1]}")
+    for place, lost in reached.lost.items():
+        verb = "advance" if lost == "an iterator" else "change"
+        raise UntouchableError(f"it may {verb} `{_name_of(place)}`, {lost}")
     holders = [*tables, *reached.holders]  # attributes know by these which names belong to weights
     contents = [read_content(holder) for holder in holders]
     host = HostStreams()
